@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.transports import make_member
-from tests.gpu.member_tensors import PRETENDED, on_pretended, tensors
+from tests.gpu.member_tensors import PRETENDED, tensors
 
 DEVICES = 3
 
@@ -40,24 +39,6 @@ PATIENCE = {"peer dies": 3.0, "peer dies and is noticed": 15.0, "remote error": 
 
 DEATHS = ("peer dies", "peer dies and is noticed")
 """Modes in which rank 2 dies. Where the others notice it, their limit must not end first, also on a busy machine."""
-
-
-def test_the_ranks_are_connected_while_the_group_is_made(transport: str) -> None:
-    """NCCL connects them in the first collective: it is one of the set-up, under its limit, and no delivery's."""
-    sender = CollectiveSender(Publisher(tensors(rows=64)), make_member(transport, "cuda"))
-    member, sent = sender._member, []
-    made = member._make
-
-    def counting() -> Any:
-        link = made()
-        own = link.broadcast
-        link.broadcast = lambda buffer, *rest: (sent.append(buffer.shape[0]), own(buffer, *rest))  # type: ignore[method-assign]
-        return link
-
-    member._make = counting
-    sender.open(Epoch(1, "secret", *sender.address(), 1, 60.0, 60.0))
-    assert sent == [1]
-    sender.abort()
 
 
 def rank_of(number: int, transport: str, mode: str, ours: Connection) -> None:
@@ -162,15 +143,3 @@ def test_a_peer_that_dies_before_its_first_bucket_hangs_nobody(transport: str) -
     assert dead == "died" and "TransferFailed: broadcast in epoch 1 failed" in sender
     # The survivor may have all its bytes by the time the sender gives up.
     assert "TransferFailed: broadcast in epoch 1 failed" in survivor or len(survivor) == 64
-
-
-@on_pretended
-def test_an_error_that_nccl_notices_beside_the_transfer_is_named(transport: str) -> None:
-    """A dead peer by torch's NCCL; by libnccl's stand-in the fourth broadcast (two belong to the set-up)."""
-    mode, setting = {
-        "nccl": ("peer dies and is noticed", "PRETEND_NCCL_PEER"),
-        "pynccl": ("remote error", "PRETEND_NCCL_FAIL"),
-    }[transport]
-    failing = {setting: "error" if transport == "nccl" else "4"}
-    sender, *_ = processes(transport, mode, lambda number: own_device(number) | failing)
-    assert "TransferFailed: broadcast in epoch 1 failed: NCCL" in sender and "remote process exited" in sender

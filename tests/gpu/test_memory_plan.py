@@ -12,14 +12,13 @@ import torch
 from async_flowrl.cli.rehearse import peak
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.processes import Footprint, plan_memory, sent_versions
+from async_flowrl.memory.processes import Footprint, plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
 from async_flowrl.memory.rehearsal.trainer import rehearse_trainer, settle, update_request
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.training.worker import TrainerWorker
-from checkpoint_engine import Publisher
 from tests.support.fused_attention import fused_attention
 
 pytestmark = [
@@ -128,24 +127,3 @@ def agrees(taken: int, rehearsed: int, planned: Footprint) -> None:
     assert taken > 100e6
     assert rehearsed == pytest.approx(taken, rel=0.1)
     assert parts == pytest.approx(taken, rel=0.1)
-
-
-@pytest.mark.parametrize("every", [0, 10])
-def test_a_publisher_has_no_more_buffers_than_are_planned(every: int) -> None:
-    """Without an EMA; an evaluation lasts so long that the next version to be evaluated is old when it ends."""
-    config = compose_config("one_step_off", ["model=tiny", "trainer.ema_decay=null", f"evaluate.every={every}"])
-    publisher = Publisher({"weight": torch.ones(1000, device="cuda")}, retain=config.live_versions)
-    held, most = list[int](), 0
-    for version in range(25):
-        publisher.stage(version)
-        work = publisher.begin(version)
-        most = max(most, len(publisher.retained()) + 1 + len(publisher._buffers._spare))
-        work.finish()
-        del work
-        if version == 0 or (every and version % every == 0):
-            publisher.hold(version)
-            held.append(version)
-        if len(held) == 2 and version == held[-1] + every // 2:
-            publisher.release(held.pop(0))
-        most = max(most, len(publisher.retained()) + len(publisher._buffers._spare))
-    assert most == sent_versions(config)

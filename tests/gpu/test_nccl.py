@@ -1,6 +1,5 @@
 """Tests on one GPU of both NCCL links with one rank, and of a flat buffer under a captured CUDA graph."""
 
-import statistics
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -167,35 +166,3 @@ def test_activation_under_a_captured_graph() -> None:
         torch.cuda.synchronize()
         expected = publisher.layout.views(torch.from_numpy(publisher.payload(version)[1]))["m3"].cuda()
         assert torch.equal(out, torch.mv(expected, x))
-
-
-@pytest.mark.real_gpu
-@pytest.mark.parametrize("megabytes", [377.0, 849.0])
-def test_times(megabytes: float, record_property: Callable[[str, object], None]) -> None:
-    """Staging, sealing, receiving and activating, in milliseconds: recorded, printed with -s, not judged."""
-    source = tensors(megabytes)
-    publisher = Publisher(source, retain=1)
-    receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in source.items()}, capacity=1)
-    times: dict[str, list[float]] = {"stage": [], "seal": [], "receive": [], "activate": [], "copy": []}
-    spare = torch.empty(publisher.layout.nbytes, dtype=torch.uint8, device="cuda")
-    other = torch.empty_like(spare)
-
-    def timed(name: str, work: Callable[[], object]) -> None:
-        torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times[name].append(start.elapsed_time(end))
-
-    for version in range(5):
-        timed("copy", lambda: spare.copy_(other))
-        timed("stage", lambda v=version: publisher.stage(v))  # type: ignore[misc]
-        timed("seal", lambda v=version: publisher.seal(v))  # type: ignore[misc]
-        timed("receive", lambda v=version: receiver.receive(*publisher.payload(v)))  # type: ignore[misc]
-        timed("activate", lambda v=version: receiver.activate("policy", v))  # type: ignore[misc]
-    for name, values in times.items():
-        record_property(f"{name}_ms", statistics.median(values))
-        print(f"{megabytes:.0f} MB {name}: {statistics.median(values):.2f} ms")
-    assert receiver.live_digest() == publisher.payload(4)[0].digest

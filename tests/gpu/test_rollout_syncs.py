@@ -18,7 +18,6 @@ from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.rollout import text_encoder
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import PARTS, load_engine, open_embeddings
 from async_flowrl.seeds import generator
@@ -105,25 +104,6 @@ def test_a_ticket_waits_twice_whatever_its_steps_and_chunks(family: str, guidanc
     assert waits.meant == 2
 
 
-def test_a_wait_in_a_step_would_be_noticed() -> None:
-    engine, asked = engine_of("qwen_image"), ticket("qwen_image", 1.0)
-    engine.generate(asked)
-    step = sde.ode_step
-
-    def waits_too(x: Tensor, *others: Tensor) -> Tensor:
-        assert float(x.sum()) != 0.5
-        return step(x, *others)
-
-    waits = Waits()
-    with patch.object(sde, "ode_step", waits_too):
-        try:
-            with waits.watched():
-                engine.generate(asked)
-        except RuntimeError as error:
-            waits.others.append(str(error))
-    assert len(waits.others) == 1
-
-
 def test_the_noise_on_the_device_is_what_the_seeds_draw_on_the_host() -> None:
     """Every step's noise is drawn into pinned memory while copies of earlier steps may still be under way."""
     engine, asked = engine_of("qwen_image"), ticket("qwen_image", 1.0)
@@ -195,39 +175,3 @@ def test_cached_embeddings_make_the_same_images_and_the_network_comes_back_whole
         assert one.trajectory is not None and other.trajectory is not None
         assert np.array_equal(one.images, other.images)
         assert np.array_equal(one.trajectory.latents, other.trajectory.latents)
-
-
-def test_text_encoders_come_for_new_prompts_alone() -> None:
-    engine, asked = engine_of("sd3", "offload"), ticket("sd3", 3.0)
-    encoders, seen = engine.policy.text_encoders, []
-    encode = engine.policy.encode
-
-    def where(*args: object, **options: object) -> object:
-        seen.append({parameter.device.type for part in encoders for parameter in part.parameters()})
-        return encode(*args, **options)  # type: ignore[arg-type]
-
-    with (
-        patch.object(engine.policy, "encode", where),
-        patch.object(text_encoder, "upload", wraps=text_encoder.upload) as up,
-    ):
-        engine.generate(asked)
-        once = up.call_count
-        engine.generate(asked)
-        assert seen == [{"cuda"}, {"cuda"}] and up.call_count == once
-        engine.generate(replace(asked, prompt=replace(asked.prompt, text="blue")))
-        assert seen == [{"cuda"}] * 3 and up.call_count == 2 * once
-    assert all(parameter.is_pinned() for part in encoders for parameter in part.parameters())
-
-
-def test_pinned_copies_share_slabs_and_keep_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_encoder, "SLAB_BYTES", 4096)
-    source = generator(0)
-    shapes = ((3, 5), (70, 40), (), (64,), (0, 4), (513,))
-    tensors = [torch.randn(shape, generator=source) for shape in shapes]
-    tensors += [torch.randn(9, 7, generator=source).bfloat16().t(), torch.arange(11)]
-    copies = text_encoder.pinned(tensors)
-    for tensor, copy in zip(tensors, copies, strict=True):
-        assert copy.is_pinned() or copy.numel() == 0
-        assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
-    assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
-    assert copies[2].untyped_storage().data_ptr() == copies[3].untyped_storage().data_ptr()

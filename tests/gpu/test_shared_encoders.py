@@ -25,8 +25,6 @@ pytestmark = [
 ]
 LIMIT = 240.0
 """Seconds after which a thread that has not ended hangs."""
-UPCOMING = (("blue", None, False), ("white", None, False))
-"""Prompts that each visit of the text encoders may encode ahead of need."""
 
 
 def worker_of(where: str, upcoming: tuple[EmbeddingKey, ...] = ()) -> SharedWorker:
@@ -107,44 +105,3 @@ def test_the_base_of_both_networks_waits_on_the_host_while_text_encoders_have_it
     assert {tensor.device.type for tensor in base_of(worker)} == {"cuda"}
     assert all(np.array_equal(one, other) for one, other in zip(images, again, strict=True))
     assert trained(worker) == digest
-
-
-@pytest.mark.parametrize("trainer_first", [True, False], ids=["the trainer rank is first", "both at once"])
-def test_prompts_that_are_encoded_ahead_have_no_base_beside_them(
-    trainer_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the trainer rank of a newcomer has read the base before, it leaves; otherwise nobody reads it meanwhile.
-
-    The trainer rank has no turn to train before the base is back.
-    """
-    worker = worker_of("cached", upcoming=UPCOMING)
-    one_base = worker.rollout._base
-    assert one_base is not None
-    if trainer_first:
-        worker.trainer.load()
-    encoding = Encoding(worker, list(one_base.policy.transformer.parameters()) if trainer_first else [])
-    read_before: list[bool] = []
-    in_turn: list[set[str]] = []
-
-    def train() -> None:
-        with worker.rollout.turns.training():
-            in_turn.append({tensor.device.type for tensor in encoding._base})
-
-    training = threading.Thread(target=train, daemon=True)
-
-    def encode(policy: Policy, asked: EmbeddingKey) -> Conditioning:
-        if not encoding.places:
-            training.start()
-        made = encoding.encode(policy, asked)
-        read_before.append(one_base.is_read)
-        return made
-
-    monkeypatch.setattr(stored_embeddings, "encode_one", encode)
-    worker.rollout.load()
-    encoding.load.join(LIMIT)
-    training.join(LIMIT)
-    assert not encoding.load.is_alive()
-    assert in_turn == [{"cuda"} if trainer_first else set()]
-    assert encoding.places == ([{"cpu"}] * 2 if trainer_first else [set()] * 2)
-    assert read_before == [trainer_first] * 2
-    assert {tensor.device.type for tensor in base_of(worker)} == {"cuda"}

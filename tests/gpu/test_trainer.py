@@ -64,12 +64,6 @@ def test_the_base_whole_sharded_and_offloaded_train_alike() -> None:
     assert one == other == third
 
 
-@pytest.mark.usefixtures("group")
-def test_a_rank_that_was_told_no_layout_keeps_the_base_whole() -> None:
-    worker, _ = trained(rig.tiny_config())
-    assert not any(isinstance(p, DTensor) for p in base(worker))
-
-
 def test_two_trainers_give_the_same_bits() -> None:
     assert trained(rig.tiny_config())[1] == trained(rig.tiny_config())[1]
 
@@ -83,21 +77,6 @@ def test_kernels_that_do_not_repeat_their_bits_are_refused_unless_they_are_asked
             worker(config, resolve_model(config.model), 0, "worker-0").load()
             assert torch.are_deterministic_algorithms_enabled() == deterministic
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def test_the_optimizer_is_one_kernel_and_its_state_comes_back() -> None:
-    config = rig.tiny_config()
-    handed = [rig.Sampler(config).group(0, index) for index in (0, 1)]
-    one = rig.trainer(config)
-    assert one.optimizer._adam.param_groups[0]["fused"]
-    rig.update(one, 0, handed)
-    state, weights = one.optimizer.state(), one.parameters.snapshot()
-    rig.update(one, 1, handed)
-    other = rig.trainer(config)
-    other.parameters.load(weights)
-    other.optimizer.load(state, 1)
-    rig.update(other, 1, handed)
-    assert one.parameters.fingerprint() == other.parameters.fingerprint()
 
 
 @contextmanager

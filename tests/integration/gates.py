@@ -154,40 +154,6 @@ def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
             yield
 
 
-@contextmanager
-def generation_while_the_trainer_waits() -> Iterator[None]:
-    """No ticket is made before the ledger has begun to count the seconds for which trainer-0 waits for images.
-
-    Otherwise a ticket could be ready before that. Workers are threads of this process, in a run without evaluation
-    during training.
-    """
-    from async_flowrl.observability.ledger import PoolLedger
-    from async_flowrl.rollout.worker import RolloutWorker
-    from async_flowrl.tickets.table import TRAIN
-
-    enter, generate = PoolLedger.enter, RolloutWorker.generate
-    state = ""
-    changed = threading.Condition()
-
-    def entering(ledger: PoolLedger, worker: str, entered: str) -> str:
-        nonlocal state
-        booked = enter(ledger, worker, entered)
-        if worker == "trainer-0":
-            with changed:
-                state = entered
-                changed.notify_all()
-        return booked
-
-    def waiting(worker: RolloutWorker, request: Any) -> Any:
-        if request.kind == TRAIN:
-            with changed:
-                assert changed.wait_for(lambda: state == "wait_data", LIMIT), f"trainer-0 is in the state {state!r}"
-        return generate(worker, request)
-
-    with mock.patch.object(PoolLedger, "enter", entering), mock.patch.object(RolloutWorker, "generate", waiting):
-        yield
-
-
 def main() -> int:
     """`benchmarks.disturbed` with the gate."""
     with first_ticket_last(), in_their_place():

@@ -138,12 +138,6 @@ def check_overtaken(run: Run) -> None:
         assert max(accepted[: accepted.index(first)], default=-1) > first, f"in step {step} nothing came before it"
 
 
-def train_on_ray(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
-    """A run as people start it, with its own Ray cluster."""
-    finish(start(folder, mode, *overrides), code)
-    return Run(folder)
-
-
 def start(folder: Path, mode: str, *overrides: str, program: str = "benchmarks.disturbed") -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", program, "--config-name", mode, *TINY, f"output_dir={folder}"]
     return subprocess.Popen(

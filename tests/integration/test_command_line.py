@@ -3,17 +3,13 @@
 import importlib.util
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_flowrl import __main__ as verbs
 from async_flowrl import main as program
-from async_flowrl.config import compose
-from async_flowrl.run import job
 from tests.integration.runs import LIMIT, ROOT, TINY, Run
 
 SMALL = (*TINY, "runtime.backend=local", "total_steps=1")
@@ -54,54 +50,6 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(
 @pytest.mark.parametrize(("codes", "whole"), [((3, 2), 2), ((1, 2), 1), ((0, 0), 0), ((3, 0), 3)])
 def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(codes: tuple[int, int], whole: int) -> None:
     assert program.worst(codes) == program.worst(codes[::-1]) == whole
-
-
-def test_a_dry_run_with_groups_of_ones_own_leaves_nothing_behind(
-    here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    own, out = tmp_path / "own größe", tmp_path / "deep" / "run"
-    (own / "model").mkdir(parents=True)
-    (own / "model" / "mine.yaml").write_text("path: tiny\ntiny: {layers: 1}\n")
-    (own / "ours.yaml").write_text("defaults: [stream, _self_, override model: mine]\nname: ours\n")
-    for arguments in (["model=mine"], ["--config-name", "ours"], ["--config-name", "ours", "hydra.verbose=false"]):
-        code = here("--config-dir", str(own), *arguments, "dry_run=true", f"output_dir={out}")
-        done = capfd.readouterr()
-        assert code == 0, done.err
-        assert "(qwen_image)" in done.out and done.err == ""
-    assert not out.parent.exists()
-
-
-def test_hydras_own_commands(
-    here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert here("--cfg", "job", "total_steps=7", f"output_dir={tmp_path / 'run'}") == 0
-    assert "total_steps: 7" in capfd.readouterr().out
-    assert here("--help") == 0
-    assert "total_steps" in capfd.readouterr().out
-    assert here("--cfg", "job", "totl_steps=7") == 2
-    assert "did you mean 'total_steps'" in capfd.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_composes_once_and_keeps_hydras_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times: Counter[str] = Counter()
-
-    def count(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def counted(*arguments: Any, **named: Any) -> Any:
-            times[name] += 1
-            return original(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(compose, "compose")
-    count(job, "prepare")
-    monkeypatch.setattr(sys, "argv", ["main", *SMALL, f"output_dir={tmp_path / 'run'}"])
-    assert program.main() == 0
-    assert times == {"compose": 1, "prepare": 1}
-    assert f"- output_dir={tmp_path / 'run'}" in (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text()
 
 
 def test_the_console_command_runs_every_tool(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from async_flowrl import main as program
 from async_flowrl.cli import doctor
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.host import PROCESS_BYTES, PoolProcesses
+from async_flowrl.memory.host import PoolProcesses
 from async_flowrl.memory.processes import plan_memory
 from async_flowrl.run import machines as told
 from async_flowrl.run import preflight as configuration
@@ -43,29 +43,6 @@ def test_what_cannot_start_is_named_and_is_the_exit_code(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "failed   configuration: " in said and "is not empty" in said
     assert said.endswith("this configuration cannot start here: 1 of 1 checks failed\n")
-
-
-def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"output_dir={tmp_path / 'run'}", "runtime.address=127.0.0.1:1", "rollout.engine=vllm_omni"]
-    assert doctor.main(words) == 1
-    said = capsys.readouterr().out
-    assert "failed   Ray: runtime.address=127.0.0.1:1: no Ray cluster answers" in said
-    assert "skipped  optional vllm-omni: " in said and "each node is asked for it" in said
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["total_stepz=1"], "total_steps"),
-        (["--config-name", "one_step_of"], "one_step_off"),
-        (["--nodes", "2", "total_steps=1"], "needs runtime.address"),
-        (["--gpu", "total_steps=1"], "benchmarks.gpu_first_hour"),
-    ],
-)
-def test_bad_words_are_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("async_flowrl: ") and sentence in said and said.count("\n") == 1
 
 
 def test_preflight_refuses_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,31 +79,6 @@ def memory(*words: str, on_gpus: bool = False) -> int:
     return sum(process.total for process in processes(*words, on_gpus=on_gpus))
 
 
-def test_host_memory_grows_with_what_is_asked_for() -> None:
-    assert memory("rollout.num_workers=4") > memory() > memory(on_gpus=True)
-
-
-def test_the_controller_holds_the_newest_states_of_a_lora() -> None:
-    held = [
-        next(one.bytes for one in processes(*words) if one.pool == "controller")
-        for words in (["tune=full"], [], ["lora.rank=64"])
-    ]
-    assert held[0] == PROCESS_BYTES < held[1] < held[2]
-
-
-def test_an_elastic_pool_needs_its_least_workers() -> None:
-    elastic = ("runtime.address=auto", "rollout.num_workers=4", "rollout.min_workers=1", "rollout.max_workers=6")
-    fixed, grown = processes(), processes(*elastic)
-    assert [one.count for one in fixed if one.pool == "rollout"] == [1]
-    assert [one.count for one in grown if one.pool == "rollout"] == [1]
-
-
-def test_processes_that_sample_and_train_hold_the_base_once() -> None:
-    assert [process.pool for process in processes("placement=shared")] == ["shared", "reward", "controller"]
-    base = plan_memory(compose_config("sync", ["placement=shared"])).model.base_bytes
-    assert memory("placement=shared") < memory() - base
-
-
 def test_two_steps_are_trained_where_nothing_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ("group_size=4", "trainer.micro_batch_size=4", "rollout.num_inference_steps=3")
     words = ["--run", "--config-name", "sync", *LOCAL, *short]
@@ -139,16 +91,3 @@ def test_two_steps_are_trained_where_nothing_failed(tmp_path: Path, capsys: pyte
     (used / "metrics.jsonl").write_text("{}\n")
     assert doctor.main([*words, f"output_dir={used}"]) == 1
     assert "two steps" not in capsys.readouterr().out
-
-
-def test_two_steps_that_fail_are_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The function is found; that it scores nothing, only a worker sees."""
-    own = "+reward.terms.mine={name: 'operator:add'}"
-    assert (
-        doctor.main(
-            ["--run", *LOCAL, own, "group_size=4", "trainer.micro_batch_size=4", f"output_dir={tmp_path / 'run'}"]
-        )
-        == 1
-    )
-    assert "failed   two steps: exit code" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())

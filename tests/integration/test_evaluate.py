@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from async_flowrl.cli import before_after as measure
-from async_flowrl.cli.before_after import Scored, as_json
+from async_flowrl.cli.before_after import Scored
 from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.cli.evaluation_job import job_of_run
 from async_flowrl.config.compose import read_config
@@ -118,18 +118,6 @@ def test_a_fresh_pipeline_scores_what_the_engine_scores(
     assert sheet.shape[1] == 2 * (IMAGES * 128 + (IMAGES - 1) * 4) + 4 * 4 and sheet.std() > 1
 
 
-def test_several_seeds_are_more_images_of_the_same_prompts(run: Path, tmp_path: Path) -> None:
-    common = [str(run), "--images", "2", "--steps", "2", "--max-prompts", "1", "--reward", "jpeg_compressibility"]
-    for name, more in (("one", ["--seed", "7"]), ("two", ["--seed", "7", "--seeds", "2"]), ("other", ["--seed", "8"])):
-        assert evaluating([*common, *more, "--out", str(tmp_path / name)]) == 0
-    one, two, other = (
-        results(tmp_path / name)["rewards"]["jpeg_compressibility"]["scores"]["before"]["0"]
-        for name in ("one", "two", "other")
-    )
-    assert two == [*one, *other] and one != other
-    assert results(tmp_path / "two")["seeds"] == [7, 8] and results(tmp_path / "two")["images_per_prompt"] == 4
-
-
 def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path) -> None:
     """A file in kohya's names, which says nothing of itself: the same images as with the run's own LoRA."""
     source = lora_file.read(run / "lora")
@@ -148,48 +136,6 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
     for name, row in one["rewards"].items():
         assert row["after"]["mean"] == pytest.approx(two["rewards"][name]["after"]["mean"], abs=1e-3)
         assert row["before"]["mean"] == pytest.approx(two["rewards"][name]["before"]["mean"], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "LoRA nowhere does not exist"),
-        (["RUN/lora", "--images", "0"], "--images must be at least 1, got 0"),
-        (["RUN/lora", "--seed", "-1"], "--seed must be from 0 to"),
-        (["RUN/lora", "--guidance", "-1"], "--guidance must be above 1, or 0 or 1 for no guidance, got -1"),
-        (["RUN/lora", "--guidance", "0.5"], "--guidance must be above 1, or 0 or 1 for no guidance, got 0.5"),
-        (["RUN/lora", "--reward", "colour"], "did you mean 'color'"),
-        (["RUN/lora", "--reward", "color", "--reward", "color"], "another score of the name 'color'"),
-        (["RUN/lora", "--reward", "ocr", "--prompts", "prompts/two_prompts.txt"], "two_prompts.txt"),
-        (["RUN/lora", "--prompts", "prompts/two_promts.txt"], "two_promts.txt"),
-        (["LORA"], "--base is needed"),
-        (["LORA", "--base", "tiny", "--prompts", "prompts/two_prompts.txt"], "--reward is needed"),
-        (["LORA", "--base", "tiny", "--reward", "color"], "--prompts is needed"),
-        (["LORA", "--base", "tinny", "--reward", "color"], "did you mean 'tiny'"),
-        (["EMPTY"], "holds no lora/: the run has not ended"),
-    ],
-)
-def test_bad_input_is_one_sentence(
-    arguments: list[str], message: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    alone = tmp_path / "far" / "from" / "lora.safetensors"
-    alone.parent.mkdir(parents=True)
-    alone.write_bytes((run / "lora" / lora_file.FILE_NAME).read_bytes())
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    places = {"RUN/lora": str(run / "lora"), "LORA": str(alone), "EMPTY": str(tmp_path / "empty")}
-    assert evaluating([places.get(each, each) for each in arguments]) == 2
-    assert message in caplog.messages[-1] and len(caplog.messages[-1].splitlines()) == 1
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert evaluating([str(tmp_path)]) == 2
-    assert "holds no .safetensors file" in caplog.text
-    (tmp_path / "lora").mkdir()
-    save_lora(tmp_path / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)
-    (tmp_path / "config.yaml").write_text("rolout: {resolution: 32}\n")
-    assert evaluating([str(tmp_path)]) == 2
-    assert "rolout" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
@@ -223,21 +169,3 @@ def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: 
     assert "color: means over 2 of 3 prompts" in caplog.text
     against = replace(job, terms={"color": RewardTerm(weight=-1.0)})
     assert measure.row("color", against, before, after).improved == 0.25
-
-
-def test_a_term_that_is_not_required_may_be_missing(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The other scores stand; a required one without any is refused, and so is a table without rows."""
-    job = job_of_run(read_config(run / "config.yaml"), run / "lora")
-    judge = RewardTerm(required=False)
-    watched = {"color": RewardTerm(), "judge": replace(judge, weight=0.0)}
-    assert replace(job, terms=watched, kinds={**job.kinds, "judge": "trained"}).trained == {"color": 1.0}
-    job = replace(job, terms={"color": RewardTerm(), "judge": judge}, kinds={**job.kinds, "judge": "held_out"})
-    before = Scored({"color": {0: (1.0, 2.0)}, "judge": {0: (1.0, 1.0)}})
-    found = measure.compared(job, before, Scored({"color": {0: (2.0, 2.0)}}))
-    assert "color" in found.rows and "judge" not in found.rows and "judge" in found.missing
-    assert "judge: no prompt was scored before and after" in caplog.text
-    assert "judge" in as_json(found)["missing"]
-    with pytest.raises(ValueError, match="none of 3 prompts could be scored by color"):
-        measure.compared(job, before, Scored({"judge": {0: (1.0, 1.0)}}))
-    with pytest.raises(ValueError, match="none of 3 prompts could be scored by judge"):
-        measure.compared(replace(job, terms={"judge": judge}, kinds={"judge": "held_out"}), before, Scored({}))

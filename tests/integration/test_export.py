@@ -6,24 +6,21 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from async_flowrl.cli.export import main as exporting
 from async_flowrl.cli.export_source import read_source, write_lora
-from async_flowrl.config.schema import LoraConfig, ModelConfig
+from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
-from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
 from async_flowrl.types import EVALUATION
 from tests.integration.exported import LORA, run_directory
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import RED, adapted_policy, randomise, request, save_lora, tiny_policy
+from tests.support.tiny import RED, request, save_lora
 
 N = 3
 
@@ -82,15 +79,6 @@ def test_a_fresh_pipeline_reproduces_the_trained_model(
     assert (made - untouched).abs().max() > 0.1
 
 
-def test_it_does_so_bit_for_bit_where_the_scale_is_a_power_of_two(tmp_path: Path) -> None:
-    """On the CPU in float32: such a factor rounds nothing, wherever it is multiplied."""
-    trained = adapted_policy(config=LoraConfig(rank=4, alpha=8.0))
-    save_lora(tmp_path, trained.transformer, alpha=8.0)
-    pipeline = fresh_pipeline()
-    pipeline.load_lora_weights(tmp_path)
-    assert torch.equal(latents_of(pipeline), trained_latents(trained))
-
-
 def test_the_rollout_engines_images_come_back(
     trained: QwenImagePolicy, shared_models: SharedModels, tmp_path: Path
 ) -> None:
@@ -103,36 +91,6 @@ def test_the_rollout_engines_images_come_back(
     assert np.abs(made.astype(int) - decoded).max() <= 1
     plain = DiffusersEngine(shared_models.tiny).generate(request(N, kind=EVALUATION)).images
     assert np.abs(made.astype(int) - plain).max() > 10
-
-
-def test_a_reader_of_the_tensors_alone_computes_the_same(
-    trained: QwenImagePolicy, expected: Tensor, tmp_path: Path
-) -> None:
-    """Readers that know nothing of the metadata, such as ComfyUI, take alpha to be the rank."""
-    written = save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
-    save_file(load_file(written), tmp_path / "bare.safetensors")
-    pipeline = fresh_pipeline()
-    pipeline.load_lora_weights(tmp_path, weight_name="bare.safetensors")
-    assert torch.allclose(latents_of(pipeline), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_peft_folder_silently_loads_nothing_and_ours_does_not_share_its_fate(
-    untouched: Tensor, tmp_path: Path
-) -> None:
-    """Its keys start with `base_model.model.`, of which diffusers matches none."""
-    policy = tiny_policy(parts="transformer")
-    targets = list(policy.lora_targets)
-    model = get_peft_model(policy.transformer, PeftConfig(r=4, lora_alpha=10.0, target_modules=targets))
-    randomise({name: p for name, p in model.named_parameters() if "lora_" in name})
-    model.save_pretrained(tmp_path / "peft")
-    pipeline = fresh_pipeline()
-    pipeline.load_lora_weights(tmp_path / "peft", weight_name="adapter_model.safetensors")
-    assert pipeline.get_list_adapters() == {}
-    assert torch.equal(latents_of(pipeline), untouched)
-    apply_lora(pipeline, tmp_path / "peft")
-    expected = trained_latents(QwenImagePolicy(policy.transformer, None, side=16, dtype=torch.float32))
-    assert (latents_of(pipeline) - expected).abs().max() < 1e-5
-    assert (expected - untouched).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_7"])

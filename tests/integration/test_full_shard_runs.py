@@ -13,8 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_flowrl.cli.before_after import evaluate
-from async_flowrl.cli.evaluation_job import job_of_run
 from async_flowrl.cli.export import main as export
 from async_flowrl.cli.generate import from_config, open_pipeline, sample
 from async_flowrl.cli.verify import verify
@@ -22,9 +20,8 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.policies import trained_file
 from async_flowrl.training.checkpoint import read_checkpoint
 from tests.integration.forked_ranks import train_with_forked_ranks
-from tests.integration.lonely import MESSAGE
-from tests.integration.runs import DELAYS, TINY, Run, finish, start, train, train_here_on_ray, wait_until
-from tests.integration.whole_weights import Received, base_of, check_all_changed_and_delivered, watched_receivers, whole
+from tests.integration.runs import DELAYS, TINY, Run, start, train, train_here_on_ray, wait_until
+from tests.integration.whole_weights import Received, check_all_changed_and_delivered, watched_receivers, whole
 
 SHARDED = (
     "tune=full",
@@ -95,34 +92,6 @@ def test_every_parameter_changed_and_the_whole_model_was_delivered(watched: tupl
     assert plain.column("timing/activate")[0] > 0.0, "version 0 was put into the rollout's network"
     assert busy_ranks(plain.events) == {"trainer-0", "trainer-1"}
     assert [row for row in verify(plain.root) if not row[1]] == []
-
-
-def test_a_checkpoint_has_a_file_of_each_rank_and_verify_reads_them(plain: Run, tmp_path: Path) -> None:
-    step = plain.root / "checkpoints" / "step_3"
-    sizes = [(step / "shards" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
-    parts = read_checkpoint(step).tensors
-    assert {key.partition("/")[0] for key in parts["retained"]} == {"2", "3"}, "what tickets of the next step may name"
-    assert set(parts) == {"weights", "optimizer", "ema", "retained"}
-    weights = parts["ema"]
-    assert min(sizes) > 0.45 * sum(sizes) and set(weights) == set(base_of(plain))
-    assert all(torch.equal(weights[name], tensor) for name, tensor in whole(plain).items()), "the average is exported"
-
-
-def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run) -> None:
-    """`evaluate` scores the exported weights as the run's last evaluation did."""
-    config = read_config(plain.root / "config.yaml")
-    found = evaluate(job_of_run(config, plain.root / "transformer")).rows["reward"]
-    assert found.after is not None
-    assert found.after.mean == pytest.approx(plain.metrics[-1]["evaluation/reward/mean"], abs=1e-4)
-    settings = from_config(config)
-    pipeline: Any = open_pipeline(settings, "cpu")
-    before = sample(pipeline, settings, PROMPT, [0, 1])
-    trained_file.apply(pipeline, plain.root / "transformer")
-    after = sample(pipeline, settings, PROMPT, [0, 1])
-    from diffusers import AutoModel
-
-    pipeline.transformer = AutoModel.from_pretrained(str(plain.root / "transformer"))
-    assert np.array_equal(sample(pipeline, settings, PROMPT, [0, 1]), after) and not np.array_equal(before, after)
 
 
 def test_the_export_of_the_shares_makes_the_runs_images(plain: Run, tmp_path: Path) -> None:
@@ -253,14 +222,3 @@ def test_ranks_killed_in_a_gather(tmp_path: Path) -> None:
     assert len([event for event in again.events if event["event"] == "rollback"]) == 2
     assert again.digest == Run(calm).digest and again.digests[-1] == Run(calm).digests[-1]
     assert [row for row in verify(folder) if not row[1]] == []
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_alone_ends_the_run_by_name_and_at_once(tmp_path: Path) -> None:
-    """Its peer waits for it in a collective, whose time-out is that of a whole update."""
-    alone = (
-        *("algorithm.name=tests.integration.lonely:LonelyFlowGRPO", "algorithm.correction=none"),
-        *("deadlines.update=3600", "total_steps=2"),
-    )
-    _, said = finish(start(tmp_path / "run", "one_step_off", *SHARDED, *alone), 1)
-    assert MESSAGE in said and "trainer-1" in said

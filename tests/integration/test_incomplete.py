@@ -6,14 +6,8 @@ import pytest
 
 from async_flowrl.cli.verify import verify
 from async_flowrl.config import exit_codes
-from async_flowrl.config.compose import compose_config
-from async_flowrl.observability import images, monitor
-from async_flowrl.rollout.base import Rollout
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.run.job import run as run_config
-from async_flowrl.types import EVALUATION, RolloutRequest
 from tests.integration.judge import DOWN_FILE
-from tests.integration.runs import LOCAL, Run, train
+from tests.integration.runs import Run, train
 
 JUDGE = (
     "+reward.terms={judge: {name: 'tests.integration.judge:judge'}, color: {weight: 0.0}}",
@@ -57,48 +51,6 @@ def test_a_judge_that_is_down_at_the_last_evaluation_costs_only_that_evaluation(
     again = train(run.root, "one_step_off", *settings, "resume=auto")
     assert again.digest == run.digest and again.summary["failed"] == []
     assert again.metrics[-1]["evaluation/reward/mean"] > 0.0
-
-
-def test_images_of_the_last_evaluation_that_cannot_be_made_cost_only_that_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = DiffusersEngine.generate
-
-    def broken(engine: DiffusersEngine, request: RolloutRequest) -> Rollout:
-        if request.kind == EVALUATION:
-            raise FloatingPointError("the generated latents are not finite")
-        return generate(engine, request)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(DiffusersEngine, "generate", broken)
-        run = train(tmp_path / "run", "one_step_off", "total_steps=1", code=exit_codes.INCOMPLETE)
-    (failed,) = run.summary["failed"]
-    assert failed.startswith("evaluations at the end: ") and "latents are not finite" in failed
-    assert (run.root / "lora").exists() and all(ok for _, ok, _ in verify(run.root))
-    again = train(run.root, "one_step_off", "total_steps=1", "resume=auto")
-    assert again.digest == run.digest and "evaluation/reward/mean" in again.metrics[-1]
-
-
-def test_a_picture_that_cannot_be_drawn_costs_only_that_picture(
-    down: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(images, "within", lambda image, side: image)
-    run = train(tmp_path / "run", "one_step_off", *JUDGE, "total_steps=1", code=exit_codes.INCOMPLETE)
-    (failed,) = run.summary["failed"]
-    assert failed.startswith("picture of the evaluation of version 1: ")
-    assert run.metrics[-1]["evaluation/reward/mean"] > 0.0 and (run.root / "lora").exists()
-
-
-def test_a_monitor_that_cannot_be_closed_is_named(down: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> str:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(monitor.Tensorboard, "close", broken)
-    settings = (*LOCAL, *JUDGE, f"output_dir={tmp_path / 'run'}", "total_steps=1", "monitor.tensorboard=true")
-    assert run_config(compose_config("one_step_off", list(settings))) == exit_codes.INCOMPLETE
-    run, why = Run(tmp_path / "run"), "OSError: no route to host"
-    assert run.summary["failed"] == [f"monitor tensorboard: {why}"]
-    assert (run.root / "lora").exists() and all(ok for _, ok, _ in verify(run.root))
 
 
 def test_a_step_whose_groups_were_all_skipped_has_no_reward(down: Path, tmp_path: Path) -> None:

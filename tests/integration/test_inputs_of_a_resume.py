@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import RewardTerm, ServeConfig, TinyConfig
-from async_flowrl.controller.resume import reward_sources
+from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.run.job import run as run_config
 from tests.integration.runs import LOCAL
@@ -84,36 +83,6 @@ def test_a_resume_sees_what_was_edited(
     assert "lora.alpha was" in capfd.readouterr().err
 
 
-def test_an_edited_held_out_reward_begins_its_curve_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It decides nothing of the weights, so the run goes on; but it is said, and no number is compared across it."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("bright_inputs", "held_inputs"):
-        (tmp_path / f"{name}.py").write_text(REWARD)
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.txt").write_text("a cow\n")
-    held_out = ("+evaluate.reward.terms.seen={name: 'held_inputs:mean'}", "evaluate.every=1")
-    before, after, later = "evaluation/held_out/seen/change", "evaluation/mean/change", "evaluation/held_out/seen/mean"
-
-    def goes_on(steps: int) -> dict[str, object]:
-        how = "auto" if steps > 1 else "never"
-        start = f"evaluate.before_training={'true' if steps == 1 else 'false'}"
-        assert go(tmp_path, f"total_steps={steps}", f"resume={how}", start, *held_out) == 0
-        found: dict[str, object] = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-        return found
-
-    assert {before, after, later} <= goes_on(1).keys()
-    (tmp_path / "held_inputs.py").write_text(REWARD + "# another one\n")
-    capfd.readouterr()
-    line = goes_on(2)
-    said = "the source file of the held-out reward 'seen', or its server's command, has changed, so that its curve"
-    assert said in capfd.readouterr().err
-    assert {after, later} <= line.keys() and before not in line
-    assert {before, after, later} <= goes_on(3).keys(), "compared with the first one after the edit"
-    assert "has changed" not in capfd.readouterr().err
-
-
 def test_a_resume_on_another_schedule_or_base_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     shutil.copytree(build_tiny(TinyConfig(layers=1)), model)
@@ -141,23 +110,3 @@ def test_a_resume_on_another_schedule_or_base_is_refused(tmp_path: Path, capfd: 
     assert run("total_steps=2", "resume=force") == 0
     warnings = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
     assert any("was made with other base weights" in sentence for sentence in warnings)
-
-
-def test_another_server_behind_a_held_out_reward_is_another_source(tmp_path: Path) -> None:
-    """Its command, and the files of Python and of requirements that it names, count; replicas and seats do not."""
-    script, requirements = tmp_path / "server.py", tmp_path / "needs.txt"
-    script.write_text("1")
-    requirements.write_text("numpy")
-
-    def source(command: str = f"uv run --with-requirements {requirements} {script}", **changed: object) -> str:
-        serve = ServeConfig(command=command, **changed)  # type: ignore[arg-type]
-        return reward_sources({"seen": RewardTerm(serve=serve)})["seen"]
-
-    first = source()
-    assert source(replicas=3, gpus=0.5, restarts=0) == first
-    assert source(f"uv run --with-requirements {requirements} {script} --model other") != first
-    script.write_text("2")
-    edited = source()
-    requirements.write_text("numpy<3")
-    assert len({first, edited, source()}) == 3
-    assert reward_sources({"color": RewardTerm()}) == {}

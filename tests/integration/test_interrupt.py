@@ -142,54 +142,11 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
     check_resumed(folder, done + 2)
 
 
-@pytest.mark.slow
-@pytest.mark.serial
-def test_sigterm_before_the_first_step_leaves_a_run_that_resumes(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, "one_step_off", LONG)
-    wait_until(process, lambda: (folder / "logs/trainer-0.log").exists(), "it had a trainer")
-    os.killpg(process.pid, signal.SIGTERM)
-    out, _ = finish(process, exit_codes.RESUMABLE)
-    done = check_stopped(Run(folder))
-    assert f"stopped by SIGTERM after step {done}" in out
-    check_resumed(folder, done + 2)
-
-
-@pytest.mark.slow
-@pytest.mark.serial
-def test_a_stop_that_takes_the_workers_too_is_resumable(tmp_path: Path) -> None:
-    """As where the cluster is not ours and its nodes go away together with the run."""
-    folder = tmp_path / "run"
-    process = start(folder, "one_step_off", LONG, *SLOWLY)
-    wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
-    trainer = next(
-        e["pid"] for e in lines(folder / "events.jsonl") if e["event"] == "worker" and "trainer" in e["worker"]
-    )
-    process.send_signal(signal.SIGTERM)
-    os.kill(trainer, signal.SIGKILL)
-    out, err = finish(process, exit_codes.RESUMABLE)
-    assert "stopped by SIGTERM, which ended workers too (WorkerDied: trainer-0 died" in out
-    assert quiet(err), err
-    check_resumed(folder, sound(folder)[-1] + 2)
-
-
 def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     limited = [LONG, "time_limit=2.5", "disturb.update=1.0", "disturb.constant=true"]
     done = check_stopped(train(tmp_path / "run", "one_step_off", *limited, code=exit_codes.RESUMABLE))
     assert f"stopped by time_limit=2.5 s after step {done}" in capfd.readouterr().out
     check_resumed(tmp_path / "run", done + 2, "rollout.num_workers=2")
-
-
-@pytest.mark.slow
-@pytest.mark.serial
-def test_time_limit_of_processes(tmp_path: Path) -> None:
-    limited = [LONG, "time_limit=15", "disturb.update=1.0", "disturb.constant=true"]
-    out, err = finish(start(tmp_path / "run", "one_step_off", *limited), exit_codes.RESUMABLE)
-    done = check_stopped(Run(tmp_path / "run"))
-    assert f"stopped by time_limit=15 s after step {done}; continue with resume=auto" in out
-    assert quiet(err), err
-    assert sound(tmp_path / "run") == [0, done]
-    check_resumed(tmp_path / "run", done + 2)
 
 
 def test_a_stop_in_the_last_step_is_a_finished_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
-from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
+from tests.integration.runs import WHOLE, Run, train
 from tests.support.families import NAMES, TEXT, pipeline_of
 from tests.support.tiny import sampling
 from tests.support.video import CHANNELS, FRAMES, build_video
@@ -39,19 +39,6 @@ def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
     pipeline = pipeline_of(family)
     pipeline.load_lora_weights(run.root / "lora")
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", NAMES)
-@pytest.mark.usefixtures("ray_here")
-def test_ten_steps_on_ray(family: str, tmp_path: Path) -> None:
-    wanted = ["total_steps=10", "rollout.num_workers=2", *options(family)]
-    check(train_here_on_ray(tmp_path / "run", "one_step_off", *wanted), 10)
-
-
-def test_guidance_that_the_model_does_not_take_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path / "run", "one_step_off", *options("flux"), "rollout.guidance_scale=0", code=2)
-    assert "rollout.guidance_scale must be above 0 for FLUX.1" in capsys.readouterr().err
 
 
 def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:

@@ -48,23 +48,6 @@ def test_weights_change_with_every_version(plain: dict[str, Run], mode: str) -> 
     assert len(set(plain[mode].digests)) == STEPS + 1
 
 
-def test_staleness_changes_the_weights(plain: dict[str, Run]) -> None:
-    assert len({plain[mode].digest for mode in ("sync", "one_step_off", "fully_async")}) == 3
-
-
-def test_the_seed_changes_the_weights(plain: dict[str, Run], tmp_path: Path) -> None:
-    other = train(tmp_path, "one_step_off", "seed=1", "total_steps=1")
-    assert len(other.digests) == 2 and not set(other.digests) & set(plain["one_step_off"].digests)
-
-
-@pytest.mark.slow
-def test_the_same_weights_twice(plain: dict[str, Run], tmp_path: Path) -> None:
-    """As the next test's run, without its workers and delays."""
-    again = train(tmp_path, "one_step_off", *overrides("one_step_off"))
-    assert again.digests == plain["one_step_off"].digests
-    assert again.digest == plain["one_step_off"].digest
-
-
 SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("sync", "one_step_off")]
 """Of `one_step_off`, `full_run` says the same on Ray (test_modes_on_ray.py)."""
 
@@ -107,10 +90,6 @@ def test_stream_hands_every_group_over_while_the_last_of_its_step_is_made(tmp_pa
     assert stream.digests == train(tmp_path / "sync", "sync", *settings).digests
 
 
-def test_hand_over_by_batch_or_stream_is_the_same(plain: dict[str, Run], tmp_path: Path) -> None:
-    assert train(tmp_path, "one_step_off", SHORT, "hand_over=batch").digests == plain["one_step_off"].digests[:4]
-
-
 def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) -> None:
     """The trainer replays, with the weights that sampled, what the rollout did: guidance included, B no longer zero."""
     learning = ["rollout.true_cfg_scale=4", "rollout.negative_prompt=a grey and dull picture", "total_steps=5"]
@@ -140,9 +119,3 @@ def test_two_updates_per_batch(plain: dict[str, Run], tmp_path: Path) -> None:
     assert len(set(once.digests)) == 4 and not set(once.digests[1:]) & set(plain["one_step_off"].digests)
     assert once.summary["staleness_max"] == 1
     assert once.summary["staleness_updates_max"] == 3
-
-
-def test_smaller_micro_batches_differ_by_rounding_only(plain: dict[str, Run], tmp_path: Path) -> None:
-    run = train(tmp_path, "one_step_off", SHORT, "trainer.micro_batch_size=2")
-    assert run.column("grad_norm") == pytest.approx(plain["one_step_off"].column("grad_norm")[:3], rel=1e-4)
-    assert run.column("reward/mean") == pytest.approx(plain["one_step_off"].column("reward/mean")[:3], abs=1e-5)

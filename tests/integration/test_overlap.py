@@ -1,15 +1,13 @@
 """Tests of overlap: generation and training run at the same time, and each second is booked for its own stage."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.integration.gates import generation_while_the_trainer_waits, steps_recorded, updates_beside_generation
+from tests.integration.gates import steps_recorded, updates_beside_generation
 from tests.integration.leaps import PATIENT, leaping_clock
-from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
+from tests.integration.runs import Run, train
 
-WORK = (*WHOLE, "group_size=16", "trainer.micro_batch_size=16", "total_steps=14")
 DELAY = 1000.0
 """Seconds of the leaping clock; nothing in the tiny model takes as long, whatever else the machine does."""
 STAGES = ("generate", "score", "update", "publish")
@@ -18,18 +16,6 @@ pytestmark = pytest.mark.serial("runs")
 
 def delays(**seconds: float) -> list[str]:
     return ["disturb.constant=true", *(f"disturb.{stage}={each}" for stage, each in seconds.items())]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_here")
-def test_processes_that_work_overlap(tmp_path: Path) -> None:
-    """Slow, because it takes the real time of processes that compute, each of which needs a core for itself."""
-    overlapped = train_here_on_ray(tmp_path / "one_step_off", "one_step_off", *WORK).summary
-    assert overlapped["overlap"]["share"] >= 0.8
-    assert overlapped["bound"]["generation"] > 0 and overlapped["bound"]["update"] > 0
-    in_turn = train(tmp_path / "sync", "sync", *WORK, "total_steps=4").summary
-    assert in_turn["overlap"]["share"] < 0.02
-    assert in_turn["efficiency"] < overlapped["efficiency"]
 
 
 def test_one_step_off_overlaps_generation_and_training(tmp_path: Path) -> None:
@@ -75,21 +61,3 @@ def test_a_delay_moves_the_seconds_of_its_stage_and_of_no_other(tmp_path: Path, 
     taken = seconds(run)
     assert all(DELAY <= each < 1.5 * DELAY for each in taken.pop(stage))
     assert all(each < 0.5 * DELAY for others in taken.values() for each in others), taken
-
-
-def test_the_pools_account_for_injected_time(tmp_path: Path) -> None:
-    """All of it in the pool that spent it, and as waiting in the one that waited."""
-    with leaping_clock(), generation_while_the_trainer_waits():
-        run = train(tmp_path, "sync", "total_steps=2", *PATIENT, *delays(generate=DELAY))
-    calls = len(run.tickets("RUNNING")) + len(run.tickets("RUNNING", kind="evaluation"))
-    pools = run.summary["pools"]
-    assert calls * DELAY <= pools["rollout"]["busy"] < (calls + 0.5) * DELAY
-    assert pools["trainer"]["busy"] < 0.5 * DELAY
-    assert pools["trainer"]["wait_data"] >= len(run.tickets("RUNNING")) * DELAY
-
-
-def test_steps_follow_one_another(tmp_path: Path) -> None:
-    run = train(tmp_path, "fully_async")
-    steps = [event for event in run.events if event["event"] == "step"]
-    assert all(one["ended"] == other["started"] for one, other in pairwise(steps))
-    assert sum(run.column("timing/step")) == pytest.approx(steps[-1]["ended"] - steps[0]["started"])

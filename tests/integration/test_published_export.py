@@ -7,25 +7,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from huggingface_hub import ModelCard
 from omegaconf import OmegaConf
 from PIL import Image
 
-from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.cli.export import main as exporting
 from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, sample, usual
 from async_flowrl.config.schema import Config, ModelConfig, RewardTerm, TinyConfig
 from async_flowrl.observability.evaluations import Curve, Evaluation, EvaluationLog
 from async_flowrl.observability.images import write_grid
-from async_flowrl.policies import lora_file, lora_formats
+from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.policies.tiny import build_tiny
 from tests.integration.exported import LORA, run_directory
-from tests.support.tiny import RED, save_lora
+from tests.support.tiny import RED
 
 
 def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
@@ -87,70 +85,6 @@ def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -
     assert lora_file.base_of(out) == "Qwen/Qwen-Image" == lora_file.base_of(out / "peft")
 
 
-def test_a_card_takes_what_evaluate_measured(trained: QwenImagePolicy, tmp_path: Path) -> None:
-    run = published_run(tmp_path / "run", trained, model="tiny")
-    save_lora(run / "lora", trained.transformer, alpha=LORA.alpha)
-    common = ["--images", "2", "--steps", "2", "--out", str(tmp_path / "found")]
-    assert evaluating([str(run), *common]) == 0
-    out = tmp_path / "out"
-    forms = ["--format", "comfyui", "--format", "kohya", "--merged", "transformer"]
-    assert exporting([str(run), str(out), "--evaluation", str(tmp_path / "found"), *forms]) == 0
-    text = (out / "README.md").read_text()
-    row = json.loads((tmp_path / "found/evaluation.json").read_text())["rewards"]["color"]
-    means = [f"{row[side]['mean']:.4g}" for side in ("before", "after")]
-    assert f"| `color` | {means[0]} | {means[1]} | {row['difference']['mean']:+.4g} [" in text
-    assert (out / "before_after.png").read_bytes() == (tmp_path / "found/before_after.png").read_bytes()
-    assert "license: unknown" in text and "base_model" not in text.split("---")[1]
-    assert [entry.name for entry in (out / "merged").iterdir()] == ["transformer"]
-    listed = set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
-    assert {"comfyui.safetensors", "kohya.safetensors", "merged/"} <= listed
-    again = tmp_path / "again"
-    assert exporting([str(out / "kohya.safetensors"), str(again), "--base", "tiny"]) == 0
-    ours, theirs = lora_file.read(out), lora_file.read(again)
-    assert theirs.alpha == theirs.rank == 4
-    assert all(torch.equal(t, ours.tensors[n]) for n, t in theirs.tensors.items())
-
-
-def test_a_folder_with_an_export_of_other_weights_is_refused(
-    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, out = published_run(tmp_path / "run", trained, model="tiny"), tmp_path / "out"
-    assert exporting([str(run), str(out), "--format", "kohya"]) == 0
-    assert exporting([str(run), str(out), "--format", "comfyui"]) == 0  # more files of the same LoRA
-    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    other = {name: tensor * 2 for name, tensor in lora_file.read(out).tensors.items()}
-    lora_file.write(tmp_path / "other", other, alpha=4.0)
-    for there in (FILE_NAME, "kohya.safetensors"):
-        assert exporting([str(tmp_path / "other"), str(out)]) == 2
-        assert there in caplog.messages[-1]
-    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
-
-
-def test_a_readme_of_somebody_else_is_kept(
-    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, out = published_run(tmp_path / "run", trained, model="tiny"), tmp_path / "out"
-    assert exporting([str(run), str(out)]) == 0
-    card = (out / "README.md").read_text()
-    assert exporting([str(run), str(out), "--format", "kohya"]) == 0
-    assert "kohya.safetensors" in (out / "README.md").read_text() != card  # Nobody had changed it.
-    (out / "README.md").write_text(card + "license: mine\n")
-    assert exporting([str(run), str(out), "--format", "comfyui"]) == 0
-    assert (out / "README.md").read_text() == card + "license: mine\n"
-    assert "comfyui.safetensors" in (out / "README.new.md").read_text() and "is kept" in caplog.text
-
-
-@pytest.mark.parametrize("place", ["file.safetensors", "run"])
-def test_a_file_and_a_run_are_no_place_for_an_export(
-    place: str, trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = published_run(tmp_path / "run", trained, model="tiny")
-    (tmp_path / "file.safetensors").touch()
-    before = sorted(run.rglob("*"))
-    assert exporting([str(run), str(tmp_path / place)]) == 2
-    assert "give a folder for the export" in caplog.messages[-1] and sorted(run.rglob("*")) == before
-
-
 def test_the_cards_line_makes_the_image_of_generate(tmp_path: Path) -> None:
     """SANA's pipeline would by default make another size and shrink it."""
     model = build_tiny(TinyConfig(family="sana"))
@@ -161,38 +95,3 @@ def test_the_cards_line_makes_the_image_of_generate(tmp_path: Path) -> None:
     assert "use_resolution_binning=False" in line
     image = eval(line, {"pipe": sana, "PROMPT": "red", "torch": torch})
     assert (np.asarray(image) == sample(sana, settings, "red", [3])[0]).all()
-
-
-def test_a_refused_format_leaves_the_others(
-    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, out = published_run(tmp_path / "run", trained, model="tiny"), tmp_path / "out"
-    flux = build_tiny(TinyConfig(family="flux"))
-    assert exporting([str(run), str(out), "--base", str(flux), "--format", "kohya"]) == 2
-    assert "no name for FLUX.1's layer transformer_blocks.0.img_mlp" in caplog.messages[-1]
-    assert (out / lora_file.FILE_NAME).exists() and (out / "README.md").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["RUN", "--base", "tinny", "--merged"], "did you mean 'tiny'"),
-        (["RUN", "--evaluation", "RUN"], "is no folder of async-flowrl evaluate"),
-        (["LORA", "--merged"], "--base is needed"),
-        (["KOHYA"], "with --base it is read as the LoRA of that model"),
-        (["KOHYA", "--base", "SD3"], "finds no layer of StableDiffusion3Pipeline in it"),
-    ],
-)
-def test_export_refuses_in_one_sentence(
-    arguments: list[str], message: str, trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = published_run(tmp_path / "run", trained, model="tiny")
-    alone = save_lora(tmp_path / "far" / "from", trained.transformer, alpha=LORA.alpha)
-    kohya = tmp_path / "far" / "kohya" / "it.safetensors"
-    lora_formats.write(kohya, lora_file.read(alone), family="qwen_image", form="kohya")
-    tiny = {name.upper(): build_tiny(TinyConfig(family=name)) for name in ("flux", "sd3")}
-    places = {"RUN": run, "LORA": alone, "KOHYA": kohya, **tiny}
-    given = [str(places.get(each, each)) for each in arguments]
-    assert exporting([given[0], str(tmp_path / "out"), *given[1:]]) == 2
-    assert message in caplog.messages[-1] and len(caplog.messages[-1].splitlines()) == 1
-    assert not (tmp_path / "out").exists()

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.compose import compose_config
 from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies.registry import folder_of, load_pipeline, resolve_model, shapes_of, weights_of
-from tests.integration.runs import train, train_here_on_ray
+from async_flowrl.policies.registry import folder_of, resolve_model, shapes_of, weights_of
+from tests.integration.runs import train
 from tests.support.families import NAMES
 
 QWEN_IMAGE = ModelConfig(path="Qwen/Qwen-Image", weights="random")
@@ -27,20 +25,6 @@ def test_rollout_and_trainer_draw_the_same_weights(family: str, tmp_path: Path) 
     run = train(tmp_path / "run", "one_step_off", *settings(family))
     assert run.column("log_prob_gap")[0] < 1e-6
     assert len(set(run.digests)) == 3
-
-
-def test_one_process_with_one_base_and_an_encoder_that_is_not_there_gives_the_same_weights(tmp_path: Path) -> None:
-    apart = train(tmp_path / "apart", "one_step_off", *settings("qwen_image"), "rollout.text_encoder=cached")
-    shared = train(tmp_path / "shared", "one_step_off", *settings("qwen_image"), "placement=shared")
-    assert apart.digests == shared.digests
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_here")
-def test_ranks_that_share_the_base_draw_the_same_weights(tmp_path: Path) -> None:
-    one = train(tmp_path / "one", "one_step_off", *settings("qwen_image"))
-    two = ["trainer.num_workers=2", "trainer.shard=full"]
-    assert train_here_on_ray(tmp_path / "two", "one_step_off", *settings("qwen_image"), *two).digests == one.digests
 
 
 @pytest.mark.parametrize("name", list(architectures()))
@@ -64,12 +48,3 @@ def test_a_published_network_has_its_size_and_tensors_drawn_by_name() -> None:
     assert not torch.equal(drawn, weights[matrix.replace("7", "8")])
     assert weights[norm].unique().tolist() == [1]
     assert weights[bias].unique().tolist() == [0]
-
-
-def test_random_weights_are_refused_where_files_are_needed() -> None:
-    with pytest.raises(ValueError, match=r"model\.weights=random knows"):
-        resolve_model(ModelConfig(path="someone/other", weights="random"))
-    with pytest.raises(ValueError, match=r"model\.weights=random"):
-        load_pipeline(resolve_model(QWEN_IMAGE), dtype="bfloat16", device="cpu")
-    with pytest.raises(ConfigError, match=r"model\.weights=files"):
-        check(compose_config("one_step_off", ["model.weights=random", "rollout.engine=vllm_omni"]))

@@ -79,14 +79,6 @@ def test_workers_have_seats_and_see_no_gpu() -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.usefixtures("ray_here")
-def test_seats_that_do_not_fit_are_refused_in_one_sentence() -> None:
-    with pytest.raises(ResourcesMissing) as refused:
-        on_ray(seated(3, 1), scores)
-    sentence, *_ = str(refused.value).splitlines()
-    assert sentence == (f"the cluster can't hold what was asked: it has 2 {JUDGE} and 3 are needed, {JUDGE} for 3:")
-
-
 @pytest.mark.slow
 @pytest.mark.serial
 def test_a_seat_on_a_gpu_is_what_its_worker_sees() -> None:

@@ -90,18 +90,6 @@ def test_a_server_that_dies_is_started_again(tmp_path: Path, local: Run, monkeyp
     assert not left_behind(tmp_path)
 
 
-@pytest.mark.slow
-def test_a_server_that_dies_too_often_ends_the_run_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
-    (tmp_path / "deaths").write_text("9")
-    served = reward(f"{SERVE} {DYING}", environment=paths(), restarts=0)
-    train(tmp_path / "run", "one_step_off", STEPS, *served, code=1)
-    assert "ServerLost: the server server/color-0 of reward.terms.color died 1 times" in capsys.readouterr().err
-    assert not left_behind(tmp_path)
-
-
 def test_a_server_that_does_not_come_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Why it does not: tests/unit/rewards/test_reward_server_worker.py."""
     train(tmp_path, "one_step_off", STEPS, *reward("python -c 'print(6 * 7); exit(3)' {port}"), code=1)

@@ -1,6 +1,5 @@
 """Tests of the files of a run directory and their keys, and of a resume from it."""
 
-import json
 import math
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
-from async_flowrl.cli import generate
 from async_flowrl.cli.before_after import evaluate
 from async_flowrl.cli.evaluation_job import job_of_run
 from async_flowrl.cli.export_source import read_source, write_lora
@@ -21,7 +19,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.resume import Resume
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.run import job, recovery
-from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, train, wait_until
 
@@ -56,9 +54,6 @@ METRICS = """
     pool/rollout/busy pool/trainer/busy pool/reward/busy images_per_s
 """
 TOTALS = "wall_seconds images_per_s steady_images_per_s staleness_mean efficiency reward_first reward_last"
-SYNC = """
-    publishes bytes seconds trainer_stall_seconds worker_stall_seconds transport retries corrupt fallbacks member_busy
-"""
 STATES = {"busy", "wait_data", "wait_weights", "sync", "idle"}
 
 
@@ -68,9 +63,8 @@ def run(full_run: Run) -> Run:
     return full_run
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files(run: Run, name: str) -> None:
-    assert (run.root / name).stat().st_size > 0 or name.startswith("logs/")
+def test_files(run: Run) -> None:
+    assert [name for name in FILES if not (run.root / name).stat().st_size and not name.startswith("logs/")] == []
 
 
 def test_nothing_else_but_the_lock_and_the_monitors(run: Run) -> None:
@@ -105,12 +99,6 @@ def test_metrics(run: Run) -> None:
     assert run.metrics[0]["evaluation_before/color/mean"] == run.metrics[0]["evaluation_before/reward/mean"]
 
 
-def test_metrics_of_a_run_with_a_reference(tmp_path: Path) -> None:
-    run = train(tmp_path, "sync", "algorithm.kl_coef=0.1", "total_steps=2")
-    assert run.column("kl")[0] == 0.0
-    assert run.column("kl")[1] > 0.0
-
-
 def test_summary(run: Run) -> None:
     summary = run.summary
     assert summary["steps"] == summary["total_steps"] == STEPS
@@ -126,18 +114,6 @@ def test_summary(run: Run) -> None:
     assert set(summary["gradient_kept"]) == {"0", "1"}
     assert set(summary["overlap"]) == {"seconds", "share"}
     assert summary["bound"]["seconds_per_step"] == max(summary["bound"]["generation"], summary["bound"]["update"])
-
-
-def test_summary_of_the_deliveries(run: Run) -> None:
-    sync = run.summary["sync"]
-    assert set(sync) == set(SYNC.split())
-    assert (sync["publishes"], sync["transport"]) == (STEPS + 1, "gloo")
-    size = (run.root / "lora" / FILE_NAME).stat().st_size
-    assert sync["bytes"] / (STEPS + 1) == pytest.approx(size, rel=0.1)
-    assert 0 < sync["trainer_stall_seconds"] < run.summary["wall_seconds"]
-    assert 0 < sync["worker_stall_seconds"] < run.summary["wall_seconds"]
-    assert sum(run.column("timing/publish")) <= sync["trainer_stall_seconds"] + 1e-6
-    assert sync["retries"] == sync["corrupt"] == sync["fallbacks"] == 0
 
 
 def test_the_seconds_of_every_pool_are_the_wall_clock(run: Run) -> None:
@@ -162,23 +138,6 @@ def test_events(run: Run) -> None:
     assert {(f"rollout-{i}", version) for i in (0, 1) for version in range(STEPS)} <= acknowledged
 
 
-def test_timeline_has_one_track_per_worker(run: Run) -> None:
-    found = json.loads((run.root / "timeline.json").read_text())["traceEvents"]
-    named = [e["args"]["name"] for e in found if e["name"] == "thread_name"]
-    tracks = [name for name in named if not name.endswith("(beside)")]
-    assert sorted(tracks) == ["reward-0", "rollout-0", "rollout-1", "trainer-0", "trainer-1"]
-    blocks = [e for e in found if e["ph"] == "X"]
-    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in blocks)
-    assert {e["tid"] for e in blocks} <= {e["tid"] for e in found if e["name"] == "thread_name"}
-
-
-def test_report_needs_nothing_else(run: Run) -> None:
-    page = (run.root / "report.html").read_text()
-    assert run.digest in page
-    assert "data:image/png;base64," in page
-    assert not [word for word in ('src="http', "<script src", '<link rel="stylesheet"') if word in page]
-
-
 def test_pictures_show_the_same_noise_with_other_weights(run: Run) -> None:
     sheets = [np.asarray(Image.open(run.root / f"images/step_{n:06d}.png")) for n in (0, 3, 6)]
     assert sheets[0].shape == sheets[1].shape == sheets[2].shape
@@ -197,19 +156,6 @@ def test_the_lora_in_a_fresh_pipeline_is_the_trained_model(run: Run, tmp_path: P
     assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
 
 
-def test_the_digest_is_that_of_the_last_checkpoint_and_version(run: Run) -> None:
-    checkpoint = read_checkpoint(run.root / "checkpoints/step_6")
-    assert checkpoint.trainer["weights_digest"] == run.digest
-    assert checkpoint.controller["published"][str(STEPS)] == run.digests[-1]
-
-
-def test_generate_draws_before_and_after(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "both.png"
-    arguments = ["--lora", str(run.root / "lora"), "--prompt", "red red red red", "--images", "1", "--out", str(out)]
-    assert generate.main(arguments) == 0
-    assert np.asarray(Image.open(out)).std() > 1
-
-
 def test_tensorboard(run: Run) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -218,11 +164,6 @@ def test_tensorboard(run: Run) -> None:
         (line["step"], pytest.approx(line["reward/mean"])) for line in run.metrics
     ]
     assert len(found.Images("images")) == 3
-
-
-def test_wandb_offline(run: Run) -> None:
-    (record,) = (run.root / "wandb").glob("offline-run-*/run-*.wandb")
-    assert record.stat().st_size > 1000
 
 
 def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:

@@ -193,14 +193,6 @@ def test_a_process_group_meets_and_meets_again_after_a_death(rays: Bench) -> Non
     rays.run(test)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("rays")
-def test_a_worker_may_ask_for_an_environment_of_its_own() -> None:
-    """No pool does; a reward may, with Ray's own functions."""
-    task = ray.remote(num_cpus=0, runtime_env={"env_vars": {"TOY_MODE": "own"}})(os.getenv)
-    assert ray.get(task.remote("TOY_MODE"), timeout=120) == "own"
-
-
 def test_what_never_fits_is_refused_with_a_table(rays: Bench) -> None:
     async def test(bench: Bench) -> None:
         with pytest.raises(ResourcesMissing) as caught:
@@ -208,18 +200,6 @@ def test_what_never_fits_is_refused_with_a_table(rays: Bench) -> None:
                 pytest.fail("it started")
         table = [line.split() for line in str(caught.value).splitlines()]
         assert ["CPU", "1000", "8", "992"] in table
-
-    rays.run(test)
-
-
-def test_what_does_not_get_free_is_refused_with_a_table_and_given_back(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        with pytest.raises(ResourcesMissing, match="did not free") as caught:
-            async with cluster([PoolSpec("more", TOY, 6)], start_deadline=1):
-                pytest.fail("it started")
-        table = [line.split() for line in str(caught.value).splitlines()]
-        assert ["CPU", "6", "8", "0", "0"] in table
-        assert await bench.toys.workers[0].call("hello"), "the other pools of this cluster live on"
 
     rays.run(test)
 

@@ -24,16 +24,6 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         made.close()
 
 
-def test_workers_are_built_with_their_name_and_index(bench: Bench) -> None:
-    async def test(bench: Bench) -> list[str]:
-        return await together(*(worker.call("hello") for worker in bench.toys.workers))
-
-    workers = bench.toys.workers
-    assert bench.run(test) == [f"hi from {worker.name} ({index})" for index, worker in enumerate(workers)]
-    # Another test may have replaced a worker, whose successor is toy-0.1.
-    assert [(worker.name.partition(".")[0], worker.pool, worker.index) for worker in workers][1] == ("toy-1", "toy", 1)
-
-
 @pytest.mark.parametrize(
     ("method", "args", "kind", "message"),
     [
@@ -114,18 +104,6 @@ def test_refs_travel_between_workers_and_are_read_only(bench: Bench) -> None:
     bench.run(test)
 
 
-def test_arguments_are_copies(bench: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        async with fresh(bench, 0) as worker:
-            mine = ["x"]
-            heard = await worker.call("note", mine)
-            mine.append("y")
-            heard.append("z")
-            assert await worker.call("note", 1) == [["x"], 1]
-
-    bench.run(test)
-
-
 def test_kill_ends_the_calls_under_way_and_nobody_else(bench: Bench) -> None:
     async def test(bench: Bench) -> None:
         victim, other = bench.toys.workers[1], bench.toys.workers[2]
@@ -159,15 +137,6 @@ def test_watch_tells_of_a_death_while_idle(bench: Bench) -> None:
     bench.run(test)
 
 
-def test_a_method_that_exits_is_a_death(bench: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        async with fresh(bench, 1) as worker:
-            await raises(WorkerDied, worker.call("exit"))
-            await raises(WorkerDied, worker.call("hello"))
-
-    bench.run(test)
-
-
 def test_refs_survive_the_death_of_their_producer(bench: Bench) -> None:
     async def test(bench: Bench) -> None:
         async with fresh(bench, 1) as producer:
@@ -191,12 +160,3 @@ def test_a_worker_that_cannot_be_built_says_why(bench: Bench) -> None:
                 pytest.fail("it started")
 
     bench.run(test)
-
-
-def test_an_unknown_backend_is_named_with_the_nearest() -> None:
-    async def main() -> None:
-        async with cluster([], backend="rey"):
-            pass
-
-    with pytest.raises(ValueError, match="ray or local"):
-        asyncio.run(main())

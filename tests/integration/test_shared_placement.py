@@ -1,14 +1,10 @@
 """Tests of `placement=shared`: processes that sample and train make the weights of separate pools, bit for bit."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from async_flowrl.observability.intervals import intersect, length, union
-from tests.integration import stuck_color
-from tests.integration.runs import DELAYS, Run, finish, start, train, train_here_on_ray, wait_until
+from tests.integration.runs import Run, train, train_here_on_ray
 from tests.integration.stopped import HALVES, StoppedRun
 
 SHARED = "placement=shared"
@@ -54,34 +50,6 @@ def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
     assert 0 < shares["sampled"] < 1 and 0 < shares["trained"] < 1 and shares["idle"] < 1
 
 
-@pytest.mark.slow
-def test_one_process_goes_on_while_a_reward_is_stuck_and_evaluations_are_due(tmp_path: Path) -> None:
-    stuck_color.calls.clear()
-    name = "tests.integration.stuck_color:StuckColor"
-    terms = ("~reward.terms.color", f"+reward.terms={{stuck: {{name: '{name}'}}}}")
-    given = ("evaluate.every=1", "evaluate.before_training=true")
-    run = train(tmp_path / "stuck", "one_step_off", SHARED, *given, *terms, "deadlines.score=3", "reward.retries=3")
-    assert len(stuck_color.calls) > max(stuck_color.STUCK)
-    assert [event["kind"] for event in run.events if event["event"] == "fault"] == ["DeadlineExceeded"] * 2
-    assert run.digests == train(tmp_path / "calm", "one_step_off", *given).digests
-
-
-@pytest.mark.slow
-def test_one_process_computes_one_thing_at_a_time(tmp_path: Path) -> None:
-    run = train(tmp_path, "one_step_off", SHARED, "ticket_size=2", *DELAYS)
-    busy = {
-        pool: union(
-            (event["start"], event["end"])
-            for event in run.events
-            if event["event"] == "span" and event["worker"].startswith(pool) and event["name"] in names
-        )
-        for pool, names in (("rollout", {"generate", "decode"}), ("trainer", {"forward", "backward", "behaviour"}))
-    }
-    assert len(busy["rollout"]) > 10 and len(busy["trainer"]) >= 5
-    assert length(intersect(busy["rollout"], busy["trainer"])) < 1e-3
-    assert run.digests == train(tmp_path / "separate", "one_step_off", "ticket_size=2").digests
-
-
 def test_two_processes_that_sample_and_train(tmp_path: Path, stopped_run: StoppedRun) -> None:
     """Compares the steps that were made before SIGTERM."""
     done = stopped_run.run.summary["steps"]
@@ -111,27 +79,3 @@ def check_two_processes(shared: Run, threads: Run) -> None:
     for pool, name in (("rollout", "generate"), ("trainer", "backward")):
         busy = {e["worker"] for e in shared.events if e["event"] == "span" and e["name"] == name}
         assert busy == {f"{pool}-0", f"{pool}-1"}
-
-
-@pytest.mark.slow
-@pytest.mark.serial
-@pytest.mark.parametrize(
-    ("processes", "killed", "told"),
-    [(2, "trainer-1", "recomputed"), (2, "trainer-0", "sender"), (1, "trainer-0", "rollback")],
-    ids=["another", "the first", "the only one"],
-)
-def test_a_killed_process_that_samples_and_trains(tmp_path: Path, processes: int, killed: str, told: str) -> None:
-    """The others do its work, and only where there is none the run goes back to its checkpoint."""
-    given = ("total_steps=8", "ticket_size=2", "trainer.micro_batch_size=2", "save.every=2")
-    pools = (f"trainer.num_workers={processes}", f"rollout.num_workers={processes}")
-    calm = train(tmp_path / "calm", "one_step_off", *given)
-    process = start(tmp_path / "run", "one_step_off", SHARED, *given, *pools)
-    wait_until(process, lambda: len(Run(tmp_path / "run").metrics) >= 3, "three steps were trained")
-    pids = {e["worker"]: e["pid"] for e in Run(tmp_path / "run").events if e["event"] == "worker"}
-    os.kill(pids[killed], signal.SIGKILL)
-    finish(process, 0)
-    run = Run(tmp_path / "run")
-    assert run.digest == calm.digest and run.column("reward/mean") == calm.column("reward/mean")
-    assert {killed, killed.replace("trainer", "rollout")} <= {e["worker"] for e in run.events if e["event"] == "fault"}
-    kinds = {event["event"] for event in run.events}
-    assert told in kinds and ("rollback" in kinds) == (processes == 1)

@@ -1,15 +1,13 @@
 """Tests of the places of the text encoder: none of them, nor a kill, changes the weights of a run."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.tiny import build_tiny, cache_dir
-from tests.integration.runs import LOCAL, Run, lines, start, train, wait_until
+from tests.integration.runs import LOCAL, Run, train
 
 ROWS = (
     {"prompt": "red square"},
@@ -96,26 +94,3 @@ def test_a_process_that_also_trains_makes_the_same_weights_with_prompts_that_are
     assert run.digests == whole.digests[:4]
     assert run.column("reward/mean") == whole.column("reward/mean")[:3]
     assert run.metrics[-1]["evaluation/reward/mean"] == whole.metrics[2]["evaluation/reward/mean"]
-
-
-@pytest.mark.slow
-@pytest.mark.serial
-def test_a_run_that_is_killed_goes_on_with_another_residence(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    slowly = ("disturb.update=0.3", "disturb.constant=true")
-    process = start(tmp_path / "run", "one_step_off", *settings, *CACHED, *slowly, "total_steps=500")
-    wait_until(process, lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 2, "its second step")
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    steps = len(lines(tmp_path / "run/metrics.jsonl")) + 2
-    for where in ("offload", "cached"):
-        again = train(
-            tmp_path / "run",
-            "one_step_off",
-            *settings,
-            f"rollout.text_encoder={where}",
-            f"total_steps={steps}",
-            "resume=auto",
-        )
-        whole = train(tmp_path / f"whole-{where}", "one_step_off", *settings, f"total_steps={steps}")
-        assert again.digest == whole.digest
-        steps += 1

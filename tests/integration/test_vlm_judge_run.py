@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from tests.integration.forked_run import ForkedRun
-from tests.integration.runs import Run, finish, lines, start, train, wait_until
-from tests.support.scripted_judge import Request, ScriptedJudge, completion, http, scripted_judge
+from tests.integration.runs import Run, lines, train, wait_until
+from tests.support.scripted_judge import Request, ScriptedJudge, completion, scripted_judge
 
 STEPS = 3
 EVALUATION = 4
@@ -74,20 +74,6 @@ def test_a_resume_is_bitwise_the_same_though_the_judge_has_changed_its_mind(
     assert neither.digest != whole.digest
 
 
-@pytest.mark.parametrize(("refused_of", "warned"), [(2, True), (30, False)])
-def test_a_judge_that_often_fails_is_named_though_every_call_succeeds_in_the_end(
-    server: ScriptedJudge, tmp_path: Path, capfd: pytest.CaptureFixture[str], refused_of: int, warned: bool
-) -> None:
-    def failing(request: Request) -> bytes:
-        return http("busy", "503 Service Unavailable") if len(server.requests) % refused_of == 0 else honest(request)
-
-    server.behaviour = failing
-    run = train(tmp_path, "sync", *judged(server, retries=20), "total_steps=2")
-    sentences = [sentence for sentence in run.summary["warnings"] if server.url in sentence]
-    assert len(sentences) == warned and (not warned or "503" in sentences[0])
-    assert (server.url in capfd.readouterr().err) == warned
-
-
 def resumed(killed: Path, folder: Path, overrides: list[str], *, without: list[str]) -> Run:
     """A copy of the killed run, without some of its files, run to its end."""
     shutil.copytree(killed, folder, ignore=shutil.ignore_patterns(*without))
@@ -105,14 +91,3 @@ def test_a_judge_that_lies_about_one_prompt_is_skipped_and_counted(server: Scrip
     assert all("the judge's answer is no JSON: '7 of 10'" in event["message"] for event in skipped)
     assert sum(line["total"] is None for line in lines(tmp_path / "scores.jsonl")) == STEPS
     assert all(value > 0 for value in run.column("reward/mean"))
-
-
-@pytest.mark.slow
-def test_a_judge_that_dies_ends_the_run_by_name(server: ScriptedJudge, tmp_path: Path) -> None:
-    def dies(request: Request) -> bytes:
-        return honest(request) if len(server.requests) < 6 else http("out of memory", "500 Internal Server Error")
-
-    server.behaviour = dies
-    overrides = [*judged(server, retries=1), "reward.retries=0", "runtime.backend=local"]
-    _, err = finish(start(tmp_path / "run", "sync", *overrides), 1)
-    assert "answered 500 Internal Server Error: 'out of memory' (attempt 2, the last)" in err

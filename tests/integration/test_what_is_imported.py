@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -62,46 +61,6 @@ def test_an_answer_that_needs_no_tensor_loads_no_torch(
     assert code == (0 if case in ANSWERED else 2), said
     assert "Traceback" not in said
     assert not {name.partition(".")[0] for name in modules} & set(HEAVY)
-
-
-DRIVER = """
-import sys
-from dataclasses import replace
-import async_flowrl.run.job, separation.ray_cluster
-from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.layout import resolved
-from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
-from async_flowrl.policies.stored import StoredElements
-from async_flowrl.run.prepare import prepare
-from separation.node import node_memory
-prepared = prepare(compose_config(overrides=sys.argv[1:]))
-resolved(prepared.at_largest, {})
-workers = {"trainer": (0,), "rollout": (0,)}
-node = NodeProcesses("here", node_memory(), workers)
-hosts = Hosts((node,), StoredElements({"blocks.0.a": 9}, 0, 0), {})
-before = set(sys.modules)
-for tune in ("lora", "full"):
-    assert check_hosts(replace(prepared.config, tune=tune), hosts) == [], tune
-beside = {name for name in set(sys.modules) - before if not name.startswith("async_flowrl.")}
-assert not beside, beside
-print(*sys.modules)
-"""
-
-
-def test_the_driver_of_workers_that_are_processes_loads_no_model_code(tmp_path: Path) -> None:
-    """The workers do; and a reward worker of a reward that is plain arithmetic does not even load torch."""
-    given = ["model.path=tiny", f"output_dir={tmp_path / 'run'}"]
-    driver = subprocess.run(
-        [sys.executable, "-c", DRIVER, *given], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
-    )
-    assert driver.returncode == 0, driver.stderr
-    names = {name.partition(".")[0] for name in driver.stdout.split()}
-    assert "ray" in names and not names & {"diffusers", "transformers", "peft", "accelerate", "sympy"}
-    build = "import sys; from async_flowrl.rewards import image_statistics, worker; print(*sys.modules)"
-    reward = subprocess.run(
-        [sys.executable, "-c", build], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
-    )
-    assert not {name.partition(".")[0] for name in reward.stdout.split()} & set(HEAVY)
 
 
 COMPUTING = """

@@ -73,13 +73,3 @@ def test_what_is_installed_trains_from_another_folder(kind: str, tmp_path: Path)
     assert json.loads((elsewhere / "own" / "summary.json").read_text())["steps"] == 1
     for verb in VERBS:
         assert "usage: " in call(programs / "async-flowrl", verb, "--help", folder=elsewhere)
-
-
-@pytest.mark.slow
-def test_the_sdist_holds_tests_documents_and_examples(tmp_path: Path) -> None:
-    call("tar", "-xf", distribution("sdist", tmp_path), folder=tmp_path)
-    (root,) = tmp_path.glob("async_flowrl-*/")
-    for name in ("tests", "examples", "docs", "configs"):
-        assert files_of(ROOT / name) - files_of(root / name) == set()
-    for name in ("README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", "constraints.txt"):
-        assert (root / name).read_bytes() == (ROOT / name).read_bytes()

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from async_flowrl.training.checkpoint import written
-from tests.mutants.mutation import Mutant, after, before, no_limit, nothing, nothing_awaited
+from tests.mutants.mutation import Mutant, after, no_limit, nothing, nothing_awaited
 from tests.mutants.tickets import DISPATCH, FAULTS, HANDED, HANGS, TICKETS
 
 LOST = f"{FAULTS}:test_a_worker_lost_while_it_makes_images_is_replaced"
@@ -52,10 +52,6 @@ def never_seen(death_of: Any) -> Any:
         await asyncio.Event().wait()
 
     return fault
-
-
-def skip_failures(ctx: Any, *args: Any) -> None:
-    ctx.config.reward.on_error = "skip"
 
 
 WORKER_FAULTS = (
@@ -106,13 +102,6 @@ WORKER_FAULTS = (
         raises=(*HANGS, "DeadlineExceeded"),
     ),
     Mutant(
-        "a failing reward is skipped whatever the policy",
-        {f"{DISPATCH}:score": before(skip_failures)},
-        f"{REWARDS}:test_a_reward_that_always_fails_ends_the_run_by_name",
-        arguments={"what": "nan", "error": Exception, "text": "RewardError"},
-        raises=("Failed",),
-    ),
-    Mutant(
         "NaN is a reward",
         {"tests.support.toy_reward:toy_scores": lambda checked: lambda name, prompt, result, count: tuple(result)},
         f"{REWARDS}:test_a_reward_that_fails_once_is_asked_again",
@@ -155,12 +144,6 @@ ATTEMPT_FAULTS = (
         arguments={"method": "kept_state_3"},
     ),
     Mutant(
-        "metrics are not cut back when a run is resumed",
-        {TRUNCATE: nothing},
-        f"{RESUMED}:test_a_killed_controller_and_resume",
-        arguments={"seconds": 17.0, "workers": 1},
-    ),
-    Mutant(
         "a return to a checkpoint is not recorded",
         {"async_flowrl.observability.events:EventLog.event": but_rollbacks},
         f"{SAVED}:test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over",
@@ -171,13 +154,6 @@ ATTEMPT_FAULTS = (
         f"{RECOVERY}:test_a_rollout_worker_that_cannot_forget_is_replaced",
         arguments={"what": "unloaded"},
         raises=("WorkerFailed",),
-    ),
-    Mutant(
-        "a hung worker goes on into the next attempt",
-        {f"{RUN_RECOVERY}:DeadlineExceeded": lambda error: ZeroDivisionError},
-        f"{RECOVERY}:test_a_rollout_worker_that_cannot_forget_is_replaced",
-        arguments={"what": "hang"},
-        raises=("ExceptionGroup",),
     ),
     Mutant(
         "a damaged checkpoint is taken",

@@ -1,7 +1,5 @@
 """Mutants: planted faults in processes that sample and train (`placement=shared`)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from tests.mutants.mutation import Mutant, nothing
@@ -20,38 +18,6 @@ def as_soon_as_the_ticket(generate_seconds: Any) -> Any:
     return lambda deadlines, tickets: deadlines.config.deadlines.generate * tickets
 
 
-def whenever_the_device_is_free(sampling: Any) -> Any:
-    """A ticket does not wait for training that waits."""
-
-    @contextmanager
-    def eager(turns: Any) -> Iterator[None]:
-        with turns._changed:
-            turns.queued = getattr(turns, "queued", 0) + 1
-            turns._changed.wait_for(lambda: not turns._taken)
-            turns.queued, turns._taken = turns.queued - 1, True
-        try:
-            yield
-        finally:
-            with turns._changed:
-                turns._taken = False
-                turns._changed.notify_all()
-
-    return eager
-
-
-def behind_all_tickets(training: Any) -> Any:
-    """Training waits until no ticket waits for the device."""
-
-    @contextmanager
-    def last(turns: Any, *, more: bool = False) -> Iterator[None]:
-        with turns._changed:
-            turns._changed.wait_for(lambda: not turns._taken and not turns.queued)
-        with training(turns, more=more):
-            yield
-
-    return last
-
-
 SHARED_FAULTS = (
     Mutant(
         "other weights than the first rank's are kept as that version",
@@ -64,14 +30,6 @@ SHARED_FAULTS = (
         {"async_flowrl.shared.turns:Turns._pause": no_patience},
         f"{TURNS}:test_a_ticket_waits_for_more_to_train_but_not_for_ever",
         arguments={"more": True, "seconds": 0.5},
-    ),
-    Mutant(
-        "tickets that were given ahead come before training that waits",
-        {
-            "async_flowrl.shared.turns:Turns.sampling": whenever_the_device_is_free,
-            "async_flowrl.shared.turns:Turns.training": behind_all_tickets,
-        },
-        f"{TURNS}:test_training_comes_before_a_ticket_that_was_given_ahead",
     ),
     Mutant(
         "a ticket that waits for training which hangs is named first",

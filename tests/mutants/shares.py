@@ -21,27 +21,8 @@ def always_the_first_share(verify_share: Any) -> Any:
     return lambda path, rank: verify_share(path, 0)
 
 
-def the_first_choice(with_sound_shares: Any) -> Any:
-    async def fault(trainers: Any, resume: Any, another: Any) -> Any:
-        await with_sound_shares(trainers, resume, lambda: resume)
-        return resume
-
-    return fault
-
-
 def trains_beside(weights: Any, pool: Any) -> None:
     weights.training = nullcontext()
-
-
-def number_of_the_bucket_alone(started: Any) -> Any:
-    def fault(gather: Any, what: str, piece: Any, peer: int, number: int) -> Any:
-        count, gather._count = gather._count, 0
-        try:
-            return started(gather, what, piece, peer, number)
-        finally:
-            gather._count = count
-
-    return fault
 
 
 SHARE_FAULTS = (
@@ -57,12 +38,6 @@ SHARE_FAULTS = (
         f"{GATHERS}:test_rows_that_change_after_the_version_was_made_are_named",
         arguments={"rank": 1},
         raises=("Failed",),
-    ),
-    Mutant(
-        "rows of a gather that was given up are taken for those of the next one",
-        {f"{GATHER}._started": number_of_the_bucket_alone},
-        f"{GATHERS}:test_ranks_that_are_not_at_the_same_gather_end_it_and_mix_no_rows",
-        raises=("Failed", "WeightsMismatch"),
     ),
     Mutant(
         "an older version is gathered once more while the ranks train",
@@ -95,12 +70,5 @@ SHARE_FAULTS = (
         f"{RECOVERY}:test_a_damaged_share_is_passed_over",
         arguments={"rank": 1, "how": "flip"},
         raises=("AssertionError", "WorkerFailed"),
-    ),
-    Mutant(
-        "the checkpoint with a damaged share is tried again",
-        {"async_flowrl.run.recovery:with_sound_shares": the_first_choice},
-        f"{RECOVERY}:test_a_damaged_share_is_passed_over",
-        arguments={"rank": 1, "how": "flip"},
-        raises=("WorkerFailed",),
     ),
 )

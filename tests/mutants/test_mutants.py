@@ -64,14 +64,6 @@ def test_the_named_test_catches_the_mutant(mutant: Mutant, request: pytest.Fixtu
         call(mutant)  # it passes without the fault; otherwise the session says so
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_a_test_of_the_session_is_known_by_its_name_and_arguments(k: int, request: pytest.FixtureRequest) -> None:
-    name = f"{__name__}:test_a_test_of_the_session_is_known_by_its_name_and_arguments"
-    assert among([request.node], Mutant("", {}, name, {"k": k}))
-    assert not among([request.node], Mutant("", {}, name, {"k": 3}))
-    assert not among([request.node], Mutant("", {}, f"{__name__}:test_another", {"k": k}))
-
-
 def test_no_name_is_there_twice_and_the_page_says_how_many_there_are() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(names) == len(set(names))

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from async_flowrl.tickets.table import FINAL, TRAIN, State
-from tests.mutants.mutation import Fault, Mutant, after, before
+from tests.mutants.mutation import Fault, Mutant, before
 from tests.support.float_sum import FloatSum
 
 TICKETS = "async_flowrl.tickets.table"
@@ -33,12 +33,6 @@ def acknowledged_by_everybody(acknowledge: Any) -> Any:
             acknowledge(table, each, *version, **slot)
 
     return fault
-
-
-def hold_one_fewer(table: Any, worker: str, *version: Any, **slot: bool) -> None:
-    held = table.held[worker].policy
-    for old in sorted(held)[: -table.shape.max_staleness]:
-        del held[old]
 
 
 def whatever_is_held(kind: str) -> Fault:
@@ -73,13 +67,6 @@ GATE = (
         raises=("AssertionError", "WorkerFailed"),
     ),
     Mutant(
-        "the table keeps a ring of K",
-        {f"{TICKETS}:TicketTable.acknowledge": after(hold_one_fewer)},
-        f"{LOOP}:test_staleness_does_not_depend_on_timing",
-        arguments=STALE,
-        raises=HANGS,
-    ),
-    Mutant(
         "the worker keeps a ring of K",
         {f"{RECEIVER}.__init__": capacity_changed(-1)},
         f"{LOOP}:test_staleness_does_not_depend_on_timing",
@@ -111,17 +98,6 @@ def whole_step_or_nothing(ready: Any) -> Any:
     return fault
 
 
-def one_waits_for_company(ready: Any) -> Any:
-    """Unless it is the step's last."""
-
-    def fault(table: Any, step: int) -> list[int]:
-        groups = ready(table, step)
-        coming = {t.group for t in table.live() if (t.kind, t.step) == (TRAIN, step) and t.state is not State.HANDED}
-        return list(groups) if len(groups) != 1 or coming <= set(groups) else []
-
-    return fault
-
-
 def call_running(table: Any, ticket: Any, **result: Any) -> None:
     if ticket.state not in FINAL:
         ticket.state = State.RUNNING
@@ -139,19 +115,6 @@ ORDER = (
         {f"{TICKETS}:TicketTable.ready_groups": whole_step_or_nothing},
         STREAM,
         arguments={"workers": 1},
-    ),
-    Mutant(
-        "groups of a stream are handed over two at a time",
-        {f"{TICKETS}:TicketTable.ready_groups": one_waits_for_company},
-        STREAM,
-        arguments={"workers": 2},
-    ),
-    Mutant(
-        "a group that is ready is not seen until the next one is",
-        {f"{TICKETS}:TicketTable.ready_groups": lambda ready: lambda table, step: ready(table, step)[:-1]},
-        f"{LOOP}:test_every_group_is_trained_once_in_its_own_step",
-        arguments={"mode": "stream"},
-        raises=HANGS,
     ),
     Mutant(
         "gradients are added as floats",

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from async_flowrl.algorithms.base import detached
-from async_flowrl.tickets.table import State
 from checkpoint_engine.errors import MemberBusy
 from tests.mutants.mutation import Mutant, after, nothing, nothing_awaited
-from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE, TICKETS
+from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE
 
 WORKER, WEIGHTS = "async_flowrl.rollout.worker:RolloutWorker", "async_flowrl.controller.weights:PublishedWeights"
 LABEL = "tests.unit.rollout.test_worker:test_a_ticket_is_made_with_one_version_and_labelled_with_it"
@@ -51,15 +50,6 @@ def only_everybody(notify: Any) -> Any:
     return lambda signal, who=None: notify(signal) if who is None else None
 
 
-def made_again(generate: Any) -> Any:
-    def fault(worker: Any, request: Any) -> Any:
-        held = worker.receiver.held()
-        result = generate(worker, request)
-        return result if held == worker.receiver.held() else generate(worker, request)
-
-    return fault
-
-
 def activate_on_arrival(receiver: Any, header: Any, buffer: Any, slot: str = "ring") -> None:
     receiver.activate(header.stream, header.version, slot=slot)
 
@@ -81,12 +71,6 @@ def busy_is_nobody(broadcast: Any) -> Any:
             return {}
 
     return fault
-
-
-def make_tickets_again(table: Any, worker: str, *version: Any, **slot: bool) -> None:
-    for ticket in table.live():
-        if ticket.worker == worker and ticket.state is State.RUNNING:
-            table.retry(ticket)
 
 
 WEIGHT_FAULTS = (
@@ -152,17 +136,10 @@ WEIGHT_FAULTS = (
         "tests.unit.training.test_full_weights:test_the_canary_is_found_under_the_networks_own_names",
         raises=("WeightsMismatch",),
     ),
-    Mutant("a worker makes its ticket again when weights arrive", {f"{WORKER}.generate": made_again}, ARRIVES),
     Mutant(
         "the weights that arrive go live in the middle of a ticket",
         {f"{RECEIVER}.receive": after(activate_on_arrival)},
         ARRIVES,
-    ),
-    Mutant(
-        "tickets under way go again when their worker acknowledges",
-        {f"{TICKETS}:TicketTable.acknowledge": after(make_tickets_again)},
-        f"{DELIVERIES}:test_a_run_makes_every_ticket_once_however_many_deliveries_fall_into_it",
-        arguments={"k": 1, "hand_over": "batch"},
     ),
 )
 

@@ -209,11 +209,6 @@ class Node:
     def plug(self) -> None:
         self.switch.ip("link", "set", self.name, "up")
 
-    def slow_down(self, rate: str) -> None:
-        """Limits the rate at which the node sends (e.g. `20mbit`), by a token bucket filter."""
-        shape = ["tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf"]
-        run(self.spaces.inside(*shape, "rate", rate, "burst", "64kb", "latency", "400ms", kinds="-n"))
-
     def power_off(self) -> None:
         """Ends all processes of the node at once."""
         self.spaces.close()

@@ -4,7 +4,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import ftfy
 import pytest
 
 import checkpoint_engine
@@ -42,32 +41,3 @@ def test_another_clock_and_other_code_are_named(allowed: None, tmp_path: Path) -
         assert lines["clocks"].strip().startswith("warning") and "180.0 s behind" in lines["clocks"], said
         assert f"{other.address} " in lines["clocks"], said
         assert lines["Ray"].strip().startswith("ok") and lines["broadcast"].strip().startswith("ok"), said
-
-
-def test_a_package_that_one_node_lacks_is_named_with_what_needs_it(allowed: None, tmp_path: Path) -> None:
-    """The other node, and the machine of the driver, have it."""
-    installed, empty = Path(ftfy.__file__).parent, tmp_path / "empty"
-    empty.mkdir()
-    asks = "+reward.terms.liked={name: hpsv2}"
-    with Nodes(tmp_path / "nodes", [{"trainer": 1, "rollout": 1}]) as nodes:
-        nodes.head.start_ray()
-        other = nodes.add({})
-        other.run("mount", "--bind", str(empty), str(installed))
-        other.start_ray(nodes.head)
-        code, said = doctor(nodes, "--nodes", "2", asks, f"output_dir={tmp_path / 'run'}")
-        assert code == 1 and "this configuration cannot start here" in said, said
-        (line,) = [line for line in said.splitlines() if "optional reward hps on the nodes" in line]
-        assert line.strip().startswith("failed") and f"{other.address} " in line and "no ftfy: pip" in line, said
-        assert nodes.head.address not in line and "(room for reward)" in line, said
-        code, said = doctor(nodes, "--nodes", "2", f"output_dir={tmp_path / 'run'}")
-        assert code == 0 and "on the nodes" not in said.replace("versions of the nodes", ""), said
-
-
-def test_workers_that_find_no_seat_and_a_folder_that_is_not_shared(allowed: None, tmp_path: Path) -> None:
-    """Each node has its own /dev/shm, and the cluster has a seat for only one of three trainer ranks."""
-    with Nodes(tmp_path / "nodes", [{"trainer": 1}, {"rollout": 1}]) as nodes:
-        nodes.start_ray()
-        code, said = doctor(nodes, "trainer.num_workers=3", "output_dir=/dev/shm/run")
-        assert code == 1, said
-        assert "failed   seats: the cluster can't hold what was asked: it has 1 trainer and 3 are needed" in said
-        assert f"warning  shared run directory: not seen on {nodes.nodes[1].address} " in said

@@ -125,15 +125,6 @@ def test_a_node_without_a_cable_for_good_counts_as_dead(ray_nodes: Make, one_nod
         time.sleep(0.5)
 
 
-def test_a_slow_link_slows_the_run_and_nothing_else(ray_nodes: Make, one_node_digest: Digest) -> None:
-    nodes = ray_nodes({}, {"trainer": 1}, {"trainer": 1}, {"rollout": 2})
-    for node in nodes.nodes[1:3]:
-        node.slow_down("20mbit")
-    run = begun(nodes, "checkpoint_engine.transport=gloo")
-    same_weights(run, one_node_digest)
-    assert not [event for event in run.events if event["event"] == "fault"]
-
-
 def test_a_disk_that_fills_changes_nothing_and_a_full_one_is_named(ray_nodes: Make, one_node_digest: Digest) -> None:
     nodes = ray_nodes({}, {"trainer": 2}, {"rollout": 2})
     run = begun(nodes)

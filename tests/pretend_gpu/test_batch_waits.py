@@ -7,12 +7,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
-from pretended.report import SYNC, Seen, forget, watched
-from torch import Tensor
+from pretended.report import SYNC, Seen, watched
 
-from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.rollout import batching as together
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.types import Prompt, RolloutRequest
 from tests.pretend_gpu.test_host_waits import MAX_WAITS_PER_TICKET, settings, with_weights
@@ -53,18 +49,3 @@ def test_a_batch_waits_as_often_as_its_tickets_alone_whatever_its_steps(family: 
         assert few.total() <= MAX_WAITS_PER_TICKET * len(TEXTS), few
         half = waits(worker, asked(family, 2, 3, scale))
         assert few.total() - half.total() <= MAX_WAITS_PER_TICKET * (len(TEXTS) - 2), few - half
-
-
-def test_a_wait_inside_the_common_pass_would_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in each denoising step, as if the pass looked at a value on the device."""
-    worker, kept = loaded("qwen_image"), together.velocities
-
-    def looking(policy: PipelinePolicy, calls: list[together._Asked]) -> list[Tensor]:
-        found = kept(policy, calls)
-        assert torch.isfinite(found[0].sum()).item()
-        return found
-
-    monkeypatch.setattr(together, "velocities", looking)
-    few, many = (waits(worker, asked("qwen_image", 2, steps, 1.0)) for steps in (3, 6))
-    assert many.total() - few.total() == 3
-    forget()

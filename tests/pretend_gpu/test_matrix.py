@@ -57,24 +57,3 @@ def test_a_run_is_flawless(case: str, tmp_path: Path) -> None:
     assert run.summary["steps"] == 3
     assert len(set(run.digests)) == len(run.digests) >= 4
     assert [event for event in run.events if event["event"] == "fault"] == []
-
-
-def test_a_process_that_samples_and_trains_never_chooses_nccl(tmp_path: Path) -> None:
-    run = rehearse(tmp_path / "run", "sync", "placement=shared")
-    run.flawless()
-    run.delivered("object_store")
-
-
-def test_nccl_is_refused_where_no_version_is_sent(tmp_path: Path) -> None:
-    rehearse(tmp_path / "run", "sync", "placement=shared", NCCL, code=2)
-
-
-@pytest.mark.parametrize("transport", ["nccl", "pynccl"])
-def test_a_set_up_of_ten_seconds_is_waited_for(transport: str, tmp_path: Path) -> None:
-    if transport == "pynccl":
-        pytest.importorskip("cupy")
-    slow = {"PRETEND_NCCL_SETUP": "10"}
-    overrides = (*TWO_ROLLOUTS, f"checkpoint_engine.transport={transport}")
-    run = rehearse(tmp_path / "run", "one_step_off", *overrides, environment=slow)
-    run.flawless()
-    run.delivered(transport)

@@ -1,7 +1,6 @@
 """Toy runs of an elastic pool of rollout workers, in virtual time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.schema import Config
@@ -36,11 +35,3 @@ def run_while(disturb: Disturbance, config: Config | None = None, timing: Timing
     check_once(found)
     check_watermarks(found)
     return found
-
-
-@dataclass
-class SlowLoad(Timing):
-    load: float = 50.0
-
-    def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-        return self.load if method == "load" else super().duration(worker, method, call, args)

@@ -1,20 +1,11 @@
 """Tests of tickets that share a batch: always the same ones, whichever worker makes them and whatever is lost."""
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from async_flowrl.config.paths import config_dir
-from async_flowrl.controller.context import Accumulator
-from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.data.sampler import Sampler
-from async_flowrl.tickets.request import RequestBuilder, by_length
-from async_flowrl.tickets.table import TRAIN, Shape, Ticket, TicketTable
-from async_flowrl.types import Prompt, Span
-from benchmarks.prompts import share, words
+from async_flowrl.tickets.table import Shape, TicketTable
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Fault, Timing
 
@@ -32,17 +23,6 @@ def shared(
 def uneven(size: int, fault: Fault | None = None, **more: Any) -> ToyRun:
     """The same with prompts of different lengths."""
     return shared(size, fault, texts=["x" * length for length in LENGTHS], **more)
-
-
-def reporting(generate_together: Callable[..., Any], calls: list[bool]) -> Callable[..., Any]:
-    """Returns the method with a swap and a span in its first report; each call is noted in `calls`."""
-
-    def call(requests: Any) -> Any:
-        calls.append(True)
-        (first, *others), *payloads = generate_together(requests)
-        return [replace(first, swaps=1, spans=(Span("generate", 1.0, 2.0),)), *others], *payloads
-
-    return call
 
 
 def test_a_batch_is_the_next_tickets_of_a_step() -> None:
@@ -64,24 +44,6 @@ def test_batches_are_of_prompts_of_about_one_length(size: int) -> None:
     assert size <= 2 or any(list(batch) != sorted(batch) for batch in expected), "the order of numbers would do"
     made = [batch for worker in found.groups["rollout"].workers for batch in worker.target.batches]
     assert sorted(made) == ([] if size == 1 else sorted(expected))
-
-
-def test_the_order_of_batches_changes_no_ticket() -> None:
-    """Noise and prompt of a ticket do not depend on it, and prompts of one length keep their order."""
-    prompts = [Prompt(0, "five 5"), Prompt(1, "ä"), Prompt(2, "cc"), Prompt(3, "", token_ids=(1, 2)), Prompt(4, "x")]
-    assert by_length(prompts) == (4, 1, 2, 0, 3)
-    config, alone = (toy_config(1, ticket_size=2, rollout__tickets_per_batch=size) for size in (4, 1))
-    ticket = Ticket(TRAIN, 3, 0, 1, 1, 0)
-    assert RequestBuilder(config, prompts, []).request(ticket) == RequestBuilder(alone, prompts, []).request(ticket)
-
-
-def test_the_order_by_length_saves_padding() -> None:
-    """Prompts of a recipe, counted in words, against batches by number."""
-    prompts = (config_dir() / "prompts" / "ocr_train.txt").read_text().splitlines()
-    shares = {size: share(prompts, words, per_step=16, steps=12, size=size) for size in (2, 4, 8)}
-    for by_number, by_bytes, by_tokens in shares.values():
-        assert 0 < by_tokens <= by_bytes < by_number
-    assert shares[2][1] < shares[2][0] * 2 / 3 and shares[4][1] < shares[4][0] * 2 / 3
 
 
 @pytest.mark.parametrize("what", ["kill", "lose-images"])
@@ -106,53 +68,6 @@ def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) 
     found = shared(3, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
     assert found.observer.of("injected") and found.table.retried > 0
     assert found.digest == shared(3).digest
-
-
-def test_swaps_and_spans_count_also_where_their_ticket_is_only_computed_along() -> None:
-    """The first report has those of the whole batch. Group 1 is tickets 2 and 3, of batches (0, 1, 2) and (3, 4, 5)."""
-    accumulators, calls = list[Accumulator](), list[bool]()
-
-    async def lose_one(ctx: Any, groups: Any) -> None:
-        accumulators.append(ctx.swaps)
-        for worker in groups["rollout"].workers:
-            worker.target.generate_together = reporting(worker.target.generate_together, calls)
-        while True:
-            if lost := [ticket for ticket in ctx.table.live() if ticket.ordinal == 2 and ticket.payload]:
-                lost[0].payload[1].lost = True
-                return
-            await asyncio.sleep(0.01)
-
-    config = toy_config(1, steps=5, ticket_size=2, rollout__tickets_per_batch=3, rollout__num_workers=2)
-    found = virtual(config, disturb=lose_one)
-    assert found.table.retried == 2
-    assert accumulators[0].take() == len(calls) == 5 * 3 + 2
-    spans = [event["ordinal"] for event in found.observer.of("span", name="generate")]
-    assert len(spans) == len(calls) and spans.count(2) == 1, "ticket 2 alone was wanted of the batch (0, 1, 2)"
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_group_is_scored_once(size: int) -> None:
-    """A group of two tickets, which one batch brings both of."""
-    found = shared(size)
-    assert sum(worker.calls["score"] for worker in found.groups["reward"].everybody) == 5 * 4
-
-
-def test_no_worker_takes_a_batch_ahead_that_another_could_make_sooner() -> None:
-    """Four batches a step; a worker that needs four times as long makes one of them."""
-    config = toy_config(0, steps=3, prompts_per_step=8, ticket_size=2, rollout__tickets_per_batch=4)
-    found = virtual(config, Timing(slow={"rollout-0": 4.0}))
-    (slow, _) = found.groups["rollout"].workers
-    assert len(slow.target.batches) == 3
-
-
-def test_nor_if_a_batch_takes_tickets_out_of_order() -> None:
-    """What a batch has taken does not count as waiting, whatever its number."""
-    config = toy_config(0, steps=3, prompts_per_step=8, ticket_size=2, rollout__tickets_per_batch=4)
-    texts = ["x" * length for length in (1, 9, 2, 8, 3, 7, 4, 6)]
-    config.data.shuffle = False
-    found = virtual(config, Timing(slow={"rollout-0": 4.0}), texts=texts)
-    (slow, _) = found.groups["rollout"].workers
-    assert len(slow.target.batches) == 3
 
 
 def test_a_ticket_that_is_made_again_waits_once() -> None:
@@ -181,8 +96,3 @@ def test_an_evaluation_keeps_its_share(size: int) -> None:
     for first, last in zip(begun, ended, strict=True):
         others = [e for e in found.tickets("RUNNING") if first["time"] < e["time"] < last["time"]]
         assert len(others) <= 8 * size
-
-
-def test_a_batch_that_is_lost_again_and_again_ends_the_run() -> None:
-    with pytest.raises(TicketLost, match=r"was lost 6 times; see the faults"):
-        shared(2, lambda worker, method, number: "lose-images" if method == "generate_together" else None)

@@ -15,19 +15,6 @@ from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, 
 from tests.unit.recovery_runs import check_equal, config, go
 
 
-def test_a_checkpoint_does_not_grow_with_the_pipeline(tmp_path: Path) -> None:
-    sizes = []
-    for name, changes in (
-        ("one", {"rollout__num_workers": 1}),
-        ("many", {"rollout__num_workers": 4, "ticket_size": 2}),
-    ):
-        assert go(tmp_path / name, k=3, save__keep=9, **changes) is None
-        tensors = (tmp_path / name / "checkpoints" / "step_4").glob("*.safetensors")
-        sizes.append({file.name: file.stat().st_size for file in tensors})
-    assert len(sizes[0]) == 3
-    assert sizes[0] == sizes[1]
-
-
 def test_checkpoints_are_written_beside_training(tmp_path: Path) -> None:
     """Each takes longer than a step; the next one waits for it, training does not."""
     lengths = {}
@@ -49,13 +36,6 @@ def test_a_full_disk_is_loud_and_survived(tmp_path: Path, caplog: pytest.LogCapt
     assert "checkpoint 4 could not be written (2 in a row)" in loud[1].message
     assert "No space left on device" in loud[1].message
     assert [path.name for path in written(root / "checkpoints")] == ["step_6", "step_0"]
-    check_equal(root)
-
-
-def test_after_a_missed_checkpoint_the_one_before_is_taken(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    assert go(root, at(save_2="full", train_last_4="kill"), tune="full") is None
-    assert rollbacks(root) == [0]
     check_equal(root)
 
 

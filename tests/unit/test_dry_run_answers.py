@@ -142,21 +142,3 @@ def test_every_model_mode_engine_and_placement(model: str, tmp_path: Path) -> No
             assert said is None or said in workers
             answers[said is None] += 1
     assert answers[True] == (8 if model == "tiny_sana" else 12), "vllm_omni has no SANA"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "rollout.num_inference_steps=2000",
-        "evaluate.num_inference_steps=1",
-        "rollout.guidance_scale=1",
-        "lora.targets=[attn.nothing]",
-        "model.attention_backend=flash",
-        "model=tiny_sd3 model.attention_backend=native",
-        "tune=full full.freeze=[nothing]",
-    ],
-)
-def test_settings_that_a_model_refuses(wrong: str, tmp_path: Path) -> None:
-    config = compose_config("one_step_off", [*wrong.split(), f"output_dir={tmp_path / 'run'}"])
-    said = said_by_dry_run(config)
-    assert said is not None and said in (said_by_trainer(config), said_by_rollout(config))

@@ -1,21 +1,16 @@
 """Tests of a rollout pool that grows and shrinks: the weights are those of a pool of fixed size."""
 
 import asyncio
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from async_flowrl.config.check import ConfigError, check
-from async_flowrl.config.compose import compose_config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.pool_size import PoolTooSmall
 from async_flowrl.tickets.table import State
-from separation.group import WorkerDied
 from tests.support.toy import virtual
-from tests.support.toy_growth import ToyGrowth
-from tests.support.toy_pool import REBUILD_SECONDS, ListObserver, Timing
-from tests.unit.elastic_runs import Pools, SlowLoad, elastic_config, growth_of, run_while
+from tests.support.toy_pool import ListObserver, Timing
+from tests.unit.elastic_runs import Pools, elastic_config, growth_of, run_while
 
 
 def of(ctx: Context, event: str, **match: Any) -> list[dict[str, Any]]:
@@ -43,57 +38,6 @@ def test_workers_join_while_the_run_goes_on_and_serve_after_their_proof(k: int) 
         proof = [event["time"] for event in joined if event["worker"] == name]
         assert made and min(made) >= proof[0], "no ticket before it has joined"
     assert len(found.groups["rollout"].workers) == 4
-
-
-def test_workers_of_nodes_that_come_together_are_started_side_by_side() -> None:
-    async def two_arrive(ctx: Context, pools: Pools) -> None:
-        await asyncio.sleep(1.0)
-        for _ in range(2):
-            growth_of(pools).arrive()
-
-    found = run_while(two_arrive, timing=SlowLoad(generate=2.0, load=5.0))
-    first, second = (event["time"] for event in found.observer.of("worker_joined"))
-    assert second - first < REBUILD_SECONDS, "the second process did not wait for the first"
-
-
-def test_a_seat_whose_process_cannot_be_started_is_tried_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill, tried = ToyGrowth.fill, []
-
-    async def fails_twice(self: ToyGrowth, seat: int) -> Any:
-        tried.append(asyncio.get_running_loop().time())
-        if len(tried) <= 2:
-            raise WorkerDied("rollout-2", "no memory on this node")
-        return await fill(self, seat)
-
-    async def arrive(ctx: Context, pools: Pools) -> None:
-        await asyncio.sleep(1.0)
-        growth_of(pools).arrive()
-
-    monkeypatch.setattr(ToyGrowth, "fill", fails_twice)
-    found = run_while(arrive, timing=Timing(generate=3.0))
-    assert [after - before for before, after in pairwise(tried)] == pytest.approx([1.0, 2.0])
-    assert [event["worker"] for event in found.observer.of("worker_joined")] == ["rollout-2"]
-
-
-def test_seats_whose_processes_fail_together_are_all_tried_again_after_the_first_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fill, tried = ToyGrowth.fill, list[float]()
-
-    async def fails_at_first(self: ToyGrowth, seat: int) -> Any:
-        tried.append(asyncio.get_running_loop().time())
-        if len(tried) <= 4:
-            raise WorkerDied("rollout-2", "no network yet")
-        return await fill(self, seat)
-
-    async def four_arrive(ctx: Context, pools: Pools) -> None:
-        await asyncio.sleep(1.0)
-        for _ in range(4):
-            growth_of(pools).arrive()
-
-    monkeypatch.setattr(ToyGrowth, "fill", fails_at_first)
-    run_while(four_arrive, elastic_config(most=6), Timing(generate=6.0))
-    assert [later - tried[0] for later in tried[4:]] == pytest.approx([1.0] * 4)
 
 
 def test_a_drained_worker_finishes_its_tickets_and_leaves() -> None:
@@ -153,30 +97,3 @@ def test_too_few_workers_for_too_long_end_the_run_by_name() -> None:
     slow = Timing(generate=20.0)
     with pytest.raises(PoolTooSmall, match=r"1 rollout worker for 60 s, and rollout.min_workers=2: go on with resume"):
         virtual(elastic_config(least=2), slow, disturb=drain_one)
-
-
-CLUSTER = "runtime.address=auto"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ((CLUSTER, "rollout.min_workers=3", "rollout.max_workers=2"), "min_workers=3 must be at most rollout.max_wor"),
-        ((CLUSTER, "rollout.min_workers=3"), "must be at most rollout.max_workers=2"),
-        ((CLUSTER, "rollout.min_workers=3", "rollout.max_workers=4"), "must be at most rollout.num_workers=2"),
-        ((CLUSTER, "rollout.min_workers=1", "rollout.max_workers=1"), "must be at least rollout.num_workers=2"),
-        ((CLUSTER, "rollout.min_workers=0"), "rollout.min_workers must be"),
-        (("rollout.max_workers=4",), "without runtime.address the run has this machine alone"),
-        (("runtime.backend=local", "rollout.min_workers=1"), "runtime.backend=local has threads of one process"),
-        ((CLUSTER, "rollout.max_workers=4", "rollout.workers_per_node=2"), "leave one of them out"),
-    ],
-)
-def test_bounds_that_cannot_be_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check(compose_config("one_step_off", ["rollout.num_workers=2", *overrides]))
-    assert sentence in str(refused.value)
-
-
-def test_bounds_around_the_planned_size_are_accepted() -> None:
-    words = ["rollout.num_workers=4", "rollout.min_workers=1", "rollout.max_workers=16"]
-    check(compose_config("one_step_off", [CLUSTER, *words]))

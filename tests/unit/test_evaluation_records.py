@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.training.checkpoint import Checkpoint, checkpoint_step, write_checkpoint, written
-from async_flowrl.types import Failure, Prompt, Sampling, Scores
+from async_flowrl.types import Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import no_fault
 from tests.unit.recorded_evaluations import config_of
@@ -47,36 +46,6 @@ def test_held_out_terms_score_evaluations_only_and_change_no_weights() -> None:
             assert {name: extras["mean_grey"] for name, extras in scores.extras.items()} == scores.by_term
     skipped = found.observer.of("skipped", kind="evaluation")
     assert len(skipped) == 2 * len(found.evaluated) and all("never failed" in e["message"] for e in skipped)
-
-
-def test_a_reward_worker_that_dies_over_held_out_terms_is_replaced() -> None:
-    def fault(worker: str, method: str, number: int) -> str | None:
-        return "kill" if method == "score_held_out" and worker == "reward-0" else None
-
-    found = evaluated(fault, good=RewardTerm())
-    assert found.digest == evaluated().digest
-    assert [e["worker"] for e in found.observer.of("fault", kind="WorkerDied")] == ["reward-0"]
-    assert all(not scores.failed for result in found.evaluated for scores in result.held_out.values())
-
-
-def test_the_baseline_is_an_evaluation_of_its_own_with_its_own_setting() -> None:
-    from tests.support.toy import Context, ToySteps, toy_run
-    from tests.support.virtual import run_virtual
-
-    class WithBaseline(ToySteps):
-        async def before_training(self, ctx: Context) -> None:
-            usual = Sampling(32, 9, 4.0, 0.0, " ", "ode", 0.0)
-            object.__setattr__(ctx.requests, "baseline", usual)
-            await self.evaluations.start(ctx, 0, baselines=(True, False))
-            self.began = self.observer.now()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.support.toy.ToySteps", WithBaseline)
-        found = run_virtual(toy_run(toy_config()))
-    first, second = found.evaluated[:2]
-    assert (first.baseline, second.baseline) == (True, False) and first.version == second.version == 0
-    assert first.sampling is not None and first.sampling.num_inference_steps == 9 and first.setting != second.setting
-    assert found.digest == virtual(toy_config()).digest
 
 
 class Told:
@@ -186,64 +155,6 @@ def test_the_alarm_warns_once_per_curve_is_an_event_and_stops_only_when_asked(
     assert ignoring.events == ignoring.stopped == []
 
 
-def test_a_resumed_run_goes_on_with_what_was_recorded_and_does_not_warn_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shown(records(tmp_path, config_of(), Told()), *CURVE[:3])
-    told = Told()
-    with caplog.at_level(logging.WARNING):
-        caplog.clear()
-        again = records(tmp_path, config_of(), told)
-        assert again.known(20) and not again.known(30)
-        shown(again, CURVE[3])
-    assert [e["version"] for e in told.events] == [30] and not any("hacking" in r.getMessage() for r in caplog.records)
-    assert again.metric_keys(9)["evaluation/held_out/ocr/mean"] == pytest.approx(0.9, abs=0.1)
-
-
-def test_metrics_have_trained_and_held_out_curves_apart(tmp_path: Path) -> None:
-    told = Told()
-    found = shown(records(tmp_path, config_of(), told), *CURVE[:2])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert "evaluation_before/reward/mean" in lines[0] and "evaluation_before/held_out/ocr/stderr" in lines[0]
-    assert lines[9]["evaluation/reward/change"] == pytest.approx(0.3, abs=0.05)
-    assert "evaluation/diversity/mean" in lines[9] and told.evaluations[1][0] == 10
-    assert found.failures == []
-
-
-def test_held_out_scores_that_are_missing_are_named_and_cost_the_others_nothing(tmp_path: Path) -> None:
-    found = records(tmp_path, config_of(), Told())
-    found.show(result(0, 0.0, 0.8, lacking=3))
-    assert found.failures == ["evaluation of version 0: held-out ocr has no score for 3 of 12 prompts: no answer"]
-    (record,) = found.log.records
-    assert len(record.curves["ocr"].scores) == 9 and len(record.curves["reward"].scores) == 12
-    assert "blue" not in record.curves
-
-
-def test_the_sum_needs_no_term_of_weight_0(tmp_path: Path) -> None:
-    config = config_of()
-    config.reward.terms |= {"watched": RewardTerm(weight=0.0, required=False)}
-    given = result(10, 0.5, 0.5)
-    lacking = tuple(replace(scores, failed={"watched": Failure("away")}) for scores in given.scores)
-    found = records(tmp_path, config, Told())
-    found.show(replace(given, scores=lacking))
-    mean = np.mean([scores.total for scores in lacking])
-    assert found.metric_keys(9)["evaluation/reward/mean"] == pytest.approx(mean)
-    assert found.failures == [
-        f"evaluation of version 10: the term watched, which is not required, has no score for {PROMPTS} prompts"
-    ]
-
-
-def test_lost_diversity_is_told_once_and_raises_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = Told()
-    found = records(tmp_path, config_of("stop"), told)
-    with caplog.at_level(logging.WARNING):
-        for version, alike in ((0, False), (10, True), (20, True)):
-            found.show(result(version, version / 50, 0.8, alike=alike))
-    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("diversity")][1:] == []
-    assert any(r.getMessage().startswith("diversity: the images of one prompt") for r in caplog.records)
-    assert told.stopped == []
-
-
 def test_the_checkpoints_of_the_best_version_and_of_those_not_evaluated_yet_are_spared(tmp_path: Path) -> None:
     found = records(tmp_path / "run", config_of(best="ocr"), Told())
     assert 0 in found.spare(), "the evaluation before training is still to come"
@@ -254,14 +165,3 @@ def test_the_checkpoints_of_the_best_version_and_of_those_not_evaluated_yet_are_
         write_checkpoint(folder, version, Checkpoint({}, {}, {}), keep=1, spare=found.spare())
     assert sorted(map(checkpoint_step, written(folder))) == [10, 30]
     assert records(tmp_path / "other", config_of(), Told()).spare() == []
-
-
-def test_the_baseline_is_no_version_that_could_be_the_best(tmp_path: Path) -> None:
-    found = records(tmp_path, config_of(best="ocr"), Told())
-    row = result(0, 0.0, 5.0)
-    found.show(EvaluationResult(**{**vars(row), "baseline": True, "setting": "usual"}))
-    assert 0 in found.spare() and not found.known(0), "version 0 itself is not evaluated yet"
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert line["evaluation_baseline/held_out/ocr/mean"] == pytest.approx(5.0, abs=0.1)
-    shown(found, *CURVE[:2])
-    assert found.spare()[0] == 10

@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.controller.admission import StartError
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.controller.endpoints import SenderLate
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.support.run_checks import STEPS, check_bound, check_once
+from tests.support.run_checks import STEPS
 from tests.support.toy import toy_config, virtual
 from tests.support.toy_pool import ListObserver, Timing, ToyPool, once
 from tests.support.toy_rollout import ToyRollout
-from tests.unit.faulty_runs import always, calm, check_recovered, disturbed
+from tests.unit.faulty_runs import calm, check_recovered, disturbed
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
@@ -37,16 +36,6 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     assert replaced["fenced"], "a worker declared dead is killed before its slot is reused"
 
 
-@pytest.mark.parametrize("what", ["kill", "hang"])
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_a_worker_lost_while_weights_arrive_is_replaced(number: int, what: str) -> None:
-    """The first delivery is the canary, the second version 0."""
-    fault = once("rollout-1", "receive", number, what)
-    found = disturbed(fault, timing=Timing(transfer=0.5), deadlines__publish=1.0)
-    check_recovered(found)
-    assert found.groups["rollout"].replaced == 1
-
-
 @pytest.mark.parametrize("what", ["corrupt", "truncate"])
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 def test_damaged_weights_are_sent_again(number: int, what: str) -> None:
@@ -54,14 +43,6 @@ def test_damaged_weights_are_sent_again(number: int, what: str) -> None:
     check_recovered(found)
     assert found.groups["rollout"].replaced == 0
     assert (found.sync["corrupt"], found.sync["retries"]) == ((0, 0) if number == 1 else (1, 1))
-
-
-def test_a_worker_that_always_receives_damage_is_replaced_and_then_named() -> None:
-    one = disturbed(lambda w, m, n: "corrupt" if (w, m) == ("rollout-1", "receive") and n > 2 else None)
-    check_recovered(one)
-    assert one.groups["rollout"].replaced == 1
-    with pytest.raises(WorkerDied, match=r"rollout-1\.\d died: given up, the canary does not arrive"):
-        disturbed(always("rollout-1", "receive", "corrupt"))
 
 
 def test_a_worker_that_dies_while_it_waits_is_replaced_at_once() -> None:
@@ -80,33 +61,6 @@ def test_a_worker_that_dies_while_it_waits_is_replaced_at_once() -> None:
     assert fault["time"] == pytest.approx(when["killed"])
     assert found.table.retried == 0
     assert any(e["worker"] == "rollout-1.1" for e in found.tickets("RUNNING"))
-
-
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_all_rollout_workers_die_at_once(k: int) -> None:
-    async def kill_all(ctx: Context, groups: Mapping[str, ToyPool]) -> None:
-        await asyncio.sleep(7.3)
-        for worker in groups["rollout"].workers:
-            worker.kill()
-
-    found = virtual(toy_config(k, steps=STEPS, rollout__num_workers=3), Timing(transfer=0.4), disturb=kill_all)
-    assert found.digest == calm(k).digest
-    assert found.groups["rollout"].replaced == 3
-    check_bound(found, k)
-    check_once(found)
-
-
-@pytest.mark.parametrize("method", ["load", "receive", "prove"])
-@pytest.mark.parametrize("what", ["kill", "hang"])
-def test_a_replacement_that_is_lost_while_it_joins_is_replaced_itself(method: str, what: str) -> None:
-    def fault(worker: str, called: str, number: int) -> str | None:
-        if (worker, called, number) == ("rollout-0", "generate", 2):
-            return "kill"
-        return what if (worker, called, number) == ("rollout-0.1", method, 1) else None
-
-    found = disturbed(fault, deadlines__publish=1.0, deadlines__load=1.0)
-    check_recovered(found)
-    assert found.groups["rollout"].workers[0].name == "rollout-0.2"
 
 
 @pytest.mark.parametrize(
@@ -141,22 +95,6 @@ def test_a_ticket_that_kills_every_worker_ends_the_run_by_name(attempts: int) ->
         virtual(config, Poison())
 
 
-def test_a_replacement_that_cannot_load_its_model_ends_the_run_by_name() -> None:
-    def fault(worker: str, called: str, number: int) -> str | None:
-        faults = {("rollout-0", "generate", 2): "kill", ("rollout-0.1", "load", 1): "raise"}
-        return faults.get((worker, called, number))
-
-    with pytest.raises(WorkerFailed, match=r"rollout-0\.1\.load raised RuntimeError: injected"):
-        disturbed(fault)
-
-
-def test_a_replacement_with_another_base_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = ToyRollout.load
-    monkeypatch.setattr(ToyRollout, "load", lambda self: load(self) | {"base_digest": f"of {self.name}"})
-    with pytest.raises(StartError, match=r"rollout-0\.1 holds other base weights"):
-        disturbed(once("rollout-0", "generate", 2, "kill"))
-
-
 @pytest.mark.parametrize("name", ["rollout-1", "rollout-0.1"])
 def test_a_worker_that_computes_with_other_modules_never_serves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start as after a replacement: its live layers are not those that the weights are delivered into."""
@@ -186,9 +124,3 @@ def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> No
         "hang": "deadline",
     }
     assert named[what] in str(error.value)
-
-
-@pytest.mark.parametrize("method", ["hold", "release"])
-def test_a_trainer_that_hangs_for_an_evaluation_ends_the_run_by_name(method: str) -> None:
-    with pytest.raises(SenderLate, match=f"trainer-0 has not answered sender.policy.{method} within .* of 30 s"):
-        disturbed(once("trainer-0", method, 1, "hang"), evaluate__every=2)

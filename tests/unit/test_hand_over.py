@@ -44,15 +44,6 @@ def test_groups_are_trained_in_whatever_order_they_get_ready(k: int, monkeypatch
     assert len({found.digest for found in floats}) > 1
 
 
-def test_a_late_group_does_not_hold_up_those_behind_it() -> None:
-    """One prompt takes as long as the training of the others of its step: its images are all that is waited for."""
-    timing, config = Timing(generate=0.1, slow_prompts={"prompt 0": 30.0}), {"rollout__num_workers": 4}
-    batch, stream = (virtual(toy_config(0, hand_over=how, **config), timing) for how in ("batch", "stream"))
-    assert stream.digest == batch.digest
-    assert any(e["group"] == 0 for e in stream.tickets("RUNNING"))
-    assert stream.seconds < 0.8 * batch.seconds
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_streaming_trains_a_group_while_others_of_its_step_are_made(workers: int) -> None:
     """Each group is handed over in the moment in which it is scored, if the trainer has nothing else to do then.
@@ -75,10 +66,3 @@ def test_streaming_trains_a_group_while_others_of_its_step_are_made(workers: int
                 assert all(handed[each] < made[last] for each in earlier)
             else:
                 assert {handed[each] for each in (*earlier, last)} == {scored[last]}
-
-
-def test_streaming_hides_the_training_of_all_groups_but_the_last() -> None:
-    timing = Timing(generate=1.0, update=1.0, score=0.01, transfer=0.01)
-    sync, stream = (run(mode, timing=timing, rollout__num_workers=1) for mode in ("sync", "stream"))
-    assert stream.seconds < 0.7 * sync.seconds
-    assert stream.digest == sync.digest

@@ -1,6 +1,5 @@
 """Tests of the states that the controller keeps after every step of a LoRA, in virtual time."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ from async_flowrl.tickets.table import EVALUATION
 from tests.chaos.recovery_schedules import STEPS
 from tests.support.toy_pool import ListObserver, Timing, World, once
 from tests.support.toy_recovery import (
-    Outside,
     at,
-    controller,
     evaluations,
     events,
     rollbacks,
@@ -22,7 +19,6 @@ from tests.support.toy_recovery import (
     toy_ranks_meet,
 )
 from tests.support.toy_trainer import ToyTrainer
-from tests.support.virtual import run_virtual
 from tests.unit.recovery_runs import check_equal, config, go
 
 
@@ -91,20 +87,6 @@ def test_the_newer_of_kept_state_and_sound_checkpoint_is_taken(tmp_path: Path, d
     assert go(root, fault) is None
     assert rollbacks(root) == [back]
     check_equal(root)
-
-
-def test_a_cancelled_run_does_not_wait_for_a_state(tmp_path: Path) -> None:
-    async def seconds() -> float:
-        world = World(Timing(), at(kept_state_3="hang"), ListObserver())
-        main = asyncio.ensure_future(controller(config(deadlines__update=1e4), tmp_path / "run", Outside(world)))
-        await asyncio.sleep(200.0)
-        began = asyncio.get_running_loop().time()
-        main.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await main
-        return asyncio.get_running_loop().time() - began
-
-    assert run_virtual(seconds(), horizon=1e5) < 1.0
 
 
 def test_a_state_that_is_on_its_way_when_another_rank_dies_is_kept(tmp_path: Path) -> None:

@@ -93,37 +93,6 @@ def test_a_receiver_killed_while_step_n_plus_2_trains_gets_version_n(tmp_path: P
     assert logged(tmp_path / "run") == logged(tmp_path / "calm")
 
 
-@pytest.mark.parametrize("times", [1, 4])
-def test_a_receiver_that_gets_an_older_version_damaged_gets_it_again(tmp_path: Path, times: int) -> None:
-    """The replaced worker's first bytes are damaged, or all attempts: then it is replaced once more."""
-
-    def fault(worker: str, method: str, number: int) -> str | None:
-        late = worker == "rollout-1.1" and method == "receive" and 2 <= number < 2 + times
-        return "corrupt" if late else None
-
-    go(tmp_path / "calm")
-    calls = go(tmp_path / "run", fault, disturb=killed_while_training(3))
-    assert {version for _, version, _, _ in calls.of("recall")} >= {2}
-    check_apart(calls)
-    assert summary(tmp_path / "run")["weights_digest"] == summary(tmp_path / "calm")["weights_digest"]
-
-
-def test_the_only_receiver_is_killed_while_the_ranks_wait_for_its_images(tmp_path: Path) -> None:
-    """Nothing trains then, and nothing would train without the older version."""
-
-    async def disturb(outside: Outside, groups: Groups) -> None:
-        while groups["trainer"].workers[0].calls.get("take_step", 0) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(1.0)
-        groups["rollout"].workers[0].kill()
-
-    few = {"rollout__num_workers": 1}
-    go(tmp_path / "calm", **few)
-    calls = go(tmp_path / "run", disturb=disturb, **few)
-    check_apart(calls)
-    assert summary(tmp_path / "run")["weights_digest"] == summary(tmp_path / "calm")["weights_digest"]
-
-
 @pytest.mark.parametrize("averaged", [False, True], ids=["version", "average"])
 def test_an_older_version_that_is_evaluated_is_gathered_once_more(tmp_path: Path, averaged: bool) -> None:
     """Evaluations take longer than a step, so a version waits for its evaluation while newer ones are made."""

@@ -187,16 +187,3 @@ def test_a_worker_has_its_next_ticket_while_it_makes_one(workers: int, mode: str
         elif event["state"] == "SCORING":
             has[event["worker"]].discard(event["ordinal"])
     assert max(seen) == (2 if workers == 1 or MODES[mode][0] > 0 else 1)
-
-
-@pytest.mark.parametrize("hand_over", ["batch", "stream"])
-@pytest.mark.parametrize("k", [0, 1, 2])
-def test_the_only_rollout_worker_has_its_next_ticket_while_it_makes_one(k: int, hand_over: str) -> None:
-    """Also that of the next step, with two tickets per step, once its version is there; so it waits for no call."""
-    config = toy_config(k, hand_over=hand_over, steps=STEPS, rollout__num_workers=1, prompts_per_step=2)
-    found = virtual(config, Timing(generate=1.0, update=0.3))
-    order = [(event["state"], event["ordinal"]) for event in found.observer.of("ticket", kind="train")]
-    last = 2 * STEPS - 1
-    late = [n for n in range(1, last + 1) if order.index(("RUNNING", n)) > order.index(("SCORING", n - 1))]
-    # On-policy, the version of a step's first ticket comes from the step before.
-    assert late == (list(range(2, last + 1, 2)) if k == 0 else [])

@@ -64,18 +64,6 @@ def test_a_rank_that_dies_before_a_new_worker_gets_its_versions_is_blamed() -> N
     assert blamed(one_worker(elastic=False), both_die) == ["rollout-0"], "its successor is not to blame"
 
 
-def test_a_rank_that_dies_with_the_node_of_its_canary_is_blamed() -> None:
-    """A new worker cannot get the canary, and nobody is left to make it again."""
-
-    async def node_dies(ctx: Context, pools: Pools) -> None:
-        await worker_dies(ctx, pools)
-        weights: Any = ctx.weights
-        weights.proof.payload.lost = True
-        pools["trainer"].workers[0].kill()
-
-    assert blamed(one_worker(elastic=False), node_dies) == ["rollout-0"], "its successor is not to blame"
-
-
 @pytest.mark.parametrize(
     ("comes", "elastic"), [(False, False), (False, True), (True, True)], ids=["fixed", "successor", "newcomer"]
 )
@@ -92,26 +80,3 @@ def test_a_rank_that_cannot_send_a_version_to_a_new_worker_is_blamed(
     """Its third payload: the first two are the canary and version 0, which the worker that is there has got."""
     fault, disturb = once("trainer-0", "payload", 3, what), worker_comes if comes else worker_dies
     assert blamed(one_worker(elastic=elastic), disturb, fault, error, match) == ([] if comes else ["rollout-0"])
-
-
-@pytest.mark.parametrize("comes", [False, True], ids=["successor", "newcomer"])
-@pytest.mark.parametrize(
-    ("what", "error", "match"),
-    [
-        ("raise", SenderFailed, r"trainer-0\.sender\.canary_again raised RuntimeError: injected"),
-        ("hang", SenderLate, r"trainer-0 has not answered sender\.canary_again within the deadline of 30 s"),
-    ],
-)
-def test_a_rank_that_cannot_make_the_canary_again_is_blamed(
-    what: str, error: type[Exception], match: str, *, comes: bool
-) -> None:
-    """The node that held the canary's bytes is lost before a new worker has got them."""
-
-    async def canary_is_lost(ctx: Context, pools: Pools) -> None:
-        weights: Any = ctx.weights
-        await (worker_comes if comes else worker_dies)(ctx, pools)
-        weights.proof.payload.lost = True
-
-    fault = once("trainer-0", "canary_again", 1, what)
-    found = blamed(one_worker(elastic=True), canary_is_lost, fault, error, match)
-    assert found == ([] if comes else ["rollout-0"])

@@ -13,7 +13,6 @@ from separation.supervise import DeadlineExceeded
 from tests.support.virtual import run_virtual
 
 HUB = ResolvedModel("Qwen/Qwen-Image", "qwen_image", "0123abcd", "bfloat16")
-LOCAL = ResolvedModel("/models/qwen", "qwen_image", None, "bfloat16")
 
 
 @dataclass
@@ -60,13 +59,6 @@ def test_the_first_rank_brings_the_transformer_where_no_rollout_worker_sits() ->
     run_virtual(download_model(HUB, loaders(trainers=ranks), seconds=60))
     assert workers[0].asked == []
     assert workers[1].asked[0][-1] == "transformer"
-
-
-@pytest.mark.parametrize("model", [LOCAL, None])
-def test_a_local_folder_is_fetched_by_nobody(model: ResolvedModel | None) -> None:
-    workers = pools()
-    fetch(model, workers)
-    assert not any(worker.asked for worker in workers)
 
 
 def test_the_node_that_is_late_is_named() -> None:

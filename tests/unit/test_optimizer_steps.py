@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.training.messages import StepPlan, Summed, TrainRequest
+from async_flowrl.training.messages import Summed, TrainRequest
 from async_flowrl.types import Prompt, Scores, Trajectory
 from tests.support.run_checks import STEPS
 from tests.support.toy import calm_run, toy_config, virtual
@@ -97,33 +97,3 @@ def test_an_optimizer_step_whose_sum_overflows_is_made_again(
     assert refused == [4 // updates] * 2 and found.digest == calm.digest
     assert len(found.trained) == len(calm.trained) + sum(refused)
     assert "step 2: the sum of its gradients could exceed the range of multiples of 2^-50" in caplog.text
-
-
-def test_a_larger_exponent_of_zero_is_one_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only rank answers with it once; nothing is computed again in the refused attempt."""
-    config, add_up, refused = toy_config(1), ToyTrainer.add_up, list[int]()
-
-    def overflowing(trainer: ToyTrainer, request: TrainRequest) -> Summed:
-        if trainer.step == 2 and not refused:
-            refused.append(trainer.sum._account.count)
-            return Summed(0, ())
-        return add_up(trainer, request)
-
-    calm = calm_run(config, SHAKEN)
-    monkeypatch.setattr(ToyTrainer, "add_up", overflowing)
-    found = virtual(config, SHAKEN)
-    assert len(found.trained) == len(calm.trained) + sum(refused)
-    assert not found.observer.of("recomputed")
-
-
-def test_the_engines_are_compared_in_ten_steps_and_then_in_every_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
-    replays: dict[int, bool] = {}
-    begin = ToyTrainer.begin
-
-    def seen(self: ToyTrainer, step: int, plan: StepPlan) -> None:
-        replays[step] = plan.replay
-        begin(self, step, plan)
-
-    monkeypatch.setattr(ToyTrainer, "begin", seen)
-    virtual(toy_config(1, steps=22))
-    assert [step for step, replay in replays.items() if replay] == [*range(11), 20]

@@ -11,9 +11,7 @@ import pytest
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.schema import RewardTerm
-from async_flowrl.controller.step_metrics import term_metrics
 from async_flowrl.controller.training_groups import group_advantages
-from async_flowrl.observability.summary import skipped, warnings_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.types import Failure, Prompt, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
@@ -76,20 +74,6 @@ def test_the_group_is_trained_on_the_other_terms(combine: str, monkeypatch: pyte
         assert sum(line.get(f"reward/judge/{kind}", 0) for line in found.lines) == len(unscored)
 
 
-def test_without_the_term_in_all_groups_the_weights_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        toy_judge(patch, fails=True)
-        found = run()
-    assert found.digest != virtual(toy_config(1, steps=STEPS)).digest
-
-
-def test_a_term_that_answers_when_asked_again_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy_judge(monkeypatch, fails=True, once=True)
-    found = run()
-    assert not found.observer.of("unscored") and found.observer.of("fault")
-    assert sum(line.get("reward/judge/retries", 0) for line in found.lines) == len(found.observer.of("fault"))
-
-
 def test_a_required_term_that_fails_ends_the_run_or_skips_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     toy_judge(monkeypatch, fails=True)
     with pytest.raises(RewardError, match="the judge is away"):
@@ -129,13 +113,6 @@ def test_a_resume_trains_a_group_without_the_term_that_it_lacked(
         assert lacking and rows["reward terms"][1] == f"{lacking} groups without the term judge"
 
 
-def test_the_summary_counts_and_warns() -> None:
-    metrics = [{"reward/judge/missing": 2, "reward/mean": 1.0}, {"reward/mean": 1.0}, {"reward/judge/missing": 1}]
-    assert skipped(metrics)["optional_terms"] == 3
-    (sentence,) = warnings_of(metrics)
-    assert sentence.startswith("3 groups were trained without the term judge")
-
-
 def scores(failed: bool, *values: float) -> Scores:
     color = tuple(float(value) for value in values)
     by_term = {"color": color} | ({} if failed else {"judge": tuple(value**2 for value in color)})
@@ -155,20 +132,3 @@ def test_a_group_has_no_part_in_the_statistics_of_a_term_that_it_lacks(permute: 
         wanted[place] = wanted[place] + 0.5 * (values - values.mean()) / (np.std(np.concatenate(judged)) + 1e-4)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(sorted(one) if permute else one, sorted(other) if permute else other, rtol=1e-12)
-
-
-def test_statistics_of_a_term_are_of_the_groups_that_have_it() -> None:
-    groups = [scores(False, 1, 2, 3, 4), scores(True, 5, 5, 5, 5), scores(False, 2, 2, 2, 2)]
-    line = term_metrics(groups)
-    assert line["reward/color/mean"] == pytest.approx(38 / 12)
-    assert line["reward/color/zero_std_ratio"] == pytest.approx(2 / 3)
-    assert line["reward/color/group_std"] == pytest.approx(np.std([1, 2, 3, 4]) / 3)
-    assert line["reward/judge/mean"] == pytest.approx((30 + 16) / 8)
-    assert line["reward/judge/std"] == pytest.approx(np.std([1, 4, 9, 16, 4, 4, 4, 4]))
-    assert line["reward/judge/missing"] == 1 and "reward/color/missing" not in line
-
-
-def test_extras_that_are_numbers_have_a_mean() -> None:
-    extras = {"judge": {"sure": (0.0, 1.0), "read": ("a", "b")}}
-    assert term_metrics([Scores((1.0, 2.0), {"judge": (1.0, 2.0)}, extras=extras)])["reward/judge/sure"] == 0.5
-    assert "reward/judge/read" not in term_metrics([Scores((1.0,), {"judge": (1.0,)}, extras=extras)])

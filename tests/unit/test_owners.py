@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.controller.replicas import Assignment, idle_ranks, repeating_ranks
+from async_flowrl.controller.replicas import Assignment
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import Part, RankPosition, parts_of, tickets_for
+from async_flowrl.training.parts import RankPosition, parts_of, tickets_for
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
@@ -31,18 +31,6 @@ def test_groups_are_split_where_there_are_few() -> None:
     assert sorted(counts.values()) == [3, 3, 4]
 
 
-def test_ranks_with_nothing_to_do_are_told_of() -> None:
-    assert idle_ranks(4, 2, 2) is None
-    said = idle_ranks(4, 1, 3)
-    assert said is not None and said.startswith("1 of 4 trainer ranks have nothing to train")
-
-
-def test_ranks_of_a_replica_share_its_groups() -> None:
-    found = spread(4, 4, 2, per_replica=2)
-    assert found == [(0, 1), (2, 3), (0, 1), (2, 3)]
-    assert spread(4, 2, 2, per_replica=4) == [(0, 1), (2, 3)]
-
-
 def test_who_has_less_left_comes_before_who_had_less() -> None:
     owners = Assignment(2)
     owners.begin(9)
@@ -54,33 +42,6 @@ def test_who_has_less_left_comes_before_who_had_less() -> None:
     assert owners.assign([1]) == (1,), "both have nothing left, and it had less"
 
 
-def test_ranks_that_repeat_work_are_told_of() -> None:
-    assert repeating_ranks(2, 1, 2) is None and repeating_ranks(1, 1, 1) is None
-    said = repeating_ranks(4, 1, 2)
-    assert said is not None and said.startswith(
-        "2 of the 4 trainer ranks that share one copy of the base compute parts"
-    )
-
-
-def test_ranks_that_add_up_part_by_part_see_each_group_alone() -> None:
-    """What is computed side by side is a function of the group: not of what came before, nor of what else is called."""
-    owners = Assignment(3, 3, by_group=True)
-    owners.begin(3)
-    assert [owners.assign([1] * parts) for parts in (2, 4, 1)] == [(0, 1), (0, 1, 2, 0), (0,)]
-    first, second = meta(0, (0, 1)), meta(1, (0, 1, 2, 0))
-    for calls in ([[first, second]], [[second, first]], [[first], [second]]):
-        beside: dict[int, set[tuple[int, ...]]] = {}
-        for call in calls:
-            of_rank = [parts_of(call, RankPosition(rank, 3, 3, by_group=True), 2) for rank in range(3)]
-            for together in zip(*of_rank, strict=True):
-                (group,) = {call[part.group].group for part in together}
-                beside.setdefault(group, set()).add(tuple(part.part for part in together if part.counts))
-        assert beside == {0: {(0, 1)}, 1: {(0, 1, 2), (3,)}}
-    said = repeating_ranks(3, 4, 4, by_group=True)
-    assert said is not None and "its 4 parts leave 2 of them without one of their own" in said
-    assert repeating_ranks(2, 1, 4, by_group=True) is None
-
-
 def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
     """Of four images in two tickets: parts of one image on ranks 0 and 1; a rank without any repeats another's."""
     given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, selected=(3, 0, 1), tickets=2)
@@ -88,11 +49,6 @@ def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
         assert [tickets_for([given], RankPosition(rank, 3, per_replica), 1) for rank in range(3)] == expected
     repeated = [part.part for part in parts_of([given], RankPosition(0, 3, 3), 1) if not part.counts]
     assert repeated == [0], "its own last one, which it has already"
-
-
-def test_ranks_that_make_no_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 trainer ranks cannot form replicas of 3"):
-        Assignment(4, 3)
 
 
 def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
@@ -111,8 +67,3 @@ def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> N
     for rank, parts in enumerate(by_rank):
         assert len(parts) == max(len(by_rank[other]) for other in RankPosition(rank, 4, per_replica).replica)
         assert per_replica > 1 or all(part.counts for part in parts)
-
-
-def test_without_owners_whoever_is_asked_trains_everything() -> None:
-    one = GroupMeta(0, 1, 0, 0, (1.0,) * 3, (0, 1, 2), (0, 1, 2), " ", SAMPLING)
-    assert parts_of([one], RankPosition(), 2) == [Part(0, 0), Part(0, 1)]

@@ -60,39 +60,6 @@ def test_a_worker_that_waits_for_weights_of_a_rank_that_dies_serves_after_the_re
     check_equal(root)
 
 
-def test_a_worker_whose_base_was_not_compared_before_the_recovery_never_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trainer dies while the successor of a lost rollout worker loads, and the load ends in time."""
-    load, made = ToyRollout.load, ToyRollout.generate
-    served: set[str] = set()
-
-    def other_base(self: ToyRollout) -> dict[str, str]:
-        return load(self) | ({"base_digest": "other"} if self.name == "rollout-0.1" else {})
-
-    def generate(self: ToyRollout, request: RolloutRequest) -> Any:
-        served.add(self.name)
-        return made(self, request)
-
-    def fault(worker: str, method: str, number: int) -> str | None:
-        if (worker, method, number) == ("rollout-0", "generate", 2):
-            return "kill"
-        return at(train_last_3="kill")(worker, method, number)
-
-    class SlowLoad(Timing):
-        def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-            return (
-                20.0 if worker == "rollout-0.1" and method == "load" else super().duration(worker, method, call, args)
-            )
-
-    monkeypatch.setattr(ToyRollout, "load", other_base)
-    monkeypatch.setattr(ToyRollout, "generate", generate)
-    root = tmp_path / "run"
-    assert run_controller(config(), root, World(SlowLoad(), fault, ListObserver())) is None
-    assert rollbacks(root) and "rollout-0.1" not in served and "rollout-0.2" in served
-    check_equal(root)
-
-
 def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +83,6 @@ def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
         assert go(root, lambda *call: "kill" if call in everybody else None, trainer__num_workers=2) is None
     assert rollbacks(root) == [4]
     assert measured == [(step, step % 2 == 0) for step in range(STEPS)]
-
-
-def test_a_trainer_that_dies_before_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    assert go(root, at(save_1="kill")) is None
-    assert rollbacks(root) == [0]
-    check_equal(root)
 
 
 def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from async_flowrl.run.recovery import with_unevaluated
 from async_flowrl.types import EMA, POLICY
 from tests.chaos.recovery_schedules import undisturbed
 from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, rollbacks, summary
-from tests.support.toy_trainer import ToyTrainer
 from tests.unit.recovery_runs import check_equal, config, go
 
 
@@ -80,29 +79,6 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     assert go(root, at(train_last_1="kill"), resume=str(other)) is None
     assert rollbacks(root) == [4, 4]
     assert summary(root)["weights_digest"] == undisturbed(1).digest
-
-
-def test_a_trainer_that_dies_early_goes_on_from_the_checkpoint_of_another_run(tmp_path: Path) -> None:
-    """It died before the run had a checkpoint of its own."""
-    assert go(tmp_path / "other", save__keep=9) is None
-    resume = str(tmp_path / "other" / "checkpoints" / "step_4")
-    assert go(tmp_path / "run", at(save_1="kill"), resume=resume) is None
-    assert rollbacks(tmp_path / "run") == [4, 4]
-    assert summary(tmp_path / "run")["weights_digest"] == undisturbed(1).digest
-
-
-@pytest.mark.parametrize(("device", "warned"), [("cuda:1", False), ("cpu", True)])
-def test_a_resume_on_another_type_of_device_is_said(
-    device: str, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    load = ToyTrainer.load
-    monkeypatch.setattr(ToyTrainer, "load", lambda trainer, *_: load(trainer) | {"device": "cuda:0"})
-    left = go(tmp_path / "run", disturb=kill_after(12.2))
-    assert left is not None and "will differ" not in caplog.text
-    monkeypatch.setattr(ToyTrainer, "load", lambda trainer, *_: load(trainer) | {"device": device})
-    assert go(left) is None
-    said = "resuming, but device was cuda and is cpu: the last bits of the weights will differ" in caplog.text
-    assert (said, "will differ" in caplog.text) == (warned, warned)
 
 
 def test_of_the_held_versions_only_those_are_kept_whose_evaluation_is_lacking(tmp_path: Path) -> None:

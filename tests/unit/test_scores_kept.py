@@ -88,27 +88,3 @@ def test_a_checkpoint_of_another_run_comes_without_its_scores(tmp_path: Path, mo
     assert go(tmp_path / "run", resume=str(tmp_path / "other" / "checkpoints" / "step_4"), **settings) is None
     assert Counter(line["step"] for line in scored(tmp_path / "run")) == {4: 4, 5: 4}
     assert len(asked) == 2 * 4 + 2, "two steps, and the prompts of the last evaluation"
-
-
-def test_forced_prompts_are_scored_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that were written down before are those of other images, though step, group and weights are the same."""
-    asked = moody(monkeypatch)
-    settings = JUDGED | {"save__every": 4, "evaluate__every": 0}
-    root = tmp_path / "run"
-
-    async def kill_in_step_3(outside: Outside, groups: Groups) -> None:
-        while not (root / "scores.jsonl").exists() or scored(root)[-1]["step"] < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.37)
-        outside.kill()
-
-    left = go(root, disturb=kill_in_step_3, **settings)
-    assert left is not None
-    before = {(line["step"], line["group"]) for line in scored(left)}
-    asked.clear()
-    others = [Prompt(index, f"another prompt {index}") for index in range(5)]
-    monkeypatch.setattr("tests.support.toy_recovery.PROMPTS", others)
-    assert go(left, resume="force", **settings) is None
-    (back,) = rollbacks(left)
-    assert any(step >= back for step, _ in before), "nothing was there to reuse"
-    assert Counter(line["step"] for line in scored(left)) == dict.fromkeys(range(STEPS), 4)
-    assert len(asked) == (STEPS - back) * 4 + 2, "and the prompts of the last evaluation"

@@ -4,25 +4,18 @@ In virtual time, with toy ranks and real checkpoints; tests/integration/test_ful
 """
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.resume import START, Resume
-from async_flowrl.controller.trainer import TrainerGroup
-from async_flowrl.run.launch import load_trainer
-from async_flowrl.run.recovery import with_sound_shares
 from async_flowrl.training.checkpoint import HELD, DamagedCheckpoint, read_checkpoint, written
-from separation.group import WorkerFailed
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
-from tests.support.toy import toy_config, toy_groups
+from tests.support.toy import toy_config
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import (
     Disturb,
@@ -38,8 +31,6 @@ from tests.support.toy_recovery import (
     toy_ranks_meet,
 )
 from tests.support.toy_shares import spoil_share
-from tests.support.toy_weights import copied
-from tests.support.virtual import run_virtual
 
 Call = tuple[str, str, int]
 """A worker's name, a method, and the number of the call."""
@@ -103,13 +94,6 @@ def test_the_death_of_one_rank_takes_all_of_them_back_to_the_last_checkpoint(
     check_equal(root)
 
 
-def test_all_ranks_may_die_at_once(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    assert go(root, killing(("trainer-0", "add_up", 5), ("trainer-1", "add_up", 5))) is None
-    assert len(events(root, "fault")) == 1 and rollbacks(root) == [4]
-    check_equal(root)
-
-
 @pytest.mark.parametrize(("rank", "method"), [(0, "load"), (1, "verify"), (1, "restore")])
 def test_a_rank_that_dies_while_all_come_back_begins_the_recovery_anew(rank: int, method: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
@@ -117,20 +101,6 @@ def test_a_rank_that_dies_while_all_come_back_begins_the_recovery_anew(rank: int
     assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", f"trainer-{rank}.1"]
     assert rollbacks(root) == [4], "the recovery that failed has not gone back"
     assert names(root) == {"trainer-0", "trainer-1", "trainer-0.2", "trainer-1.2"}
-    check_equal(root)
-
-
-def test_a_new_rank_that_dies_while_all_start_again_is_replaced_too(tmp_path: Path) -> None:
-    async def kill_the_first(outside: Outside, groups: Groups) -> None:
-        ranks = groups["trainer"].workers
-        while ranks[0].name != "trainer-0.1":  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        ranks[0].kill()
-
-    root = tmp_path / "run"
-    assert go(root, killing(LATE), disturb=kill_the_first) is None
-    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", "trainer-0.1"]
-    assert rollbacks(root) == [4]
     check_equal(root)
 
 
@@ -155,25 +125,6 @@ def test_a_damaged_share_is_passed_over(rank: int, how: str, tmp_path: Path) -> 
     check_equal(root)
 
 
-def test_a_rank_may_die_while_all_go_back_past_a_damaged_share(tmp_path: Path) -> None:
-    """It dies while it verifies its share of the older checkpoint."""
-    root, call = tmp_path / "run", ("trainer-0.1", "verify", 2)
-    assert go(root, killing(LATE, call), disturb=damaging(root, 1, "flip", 4)) is None
-    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", call[0]]
-    assert rollbacks(root) == [2]
-    check_equal(root)
-
-
-def test_a_share_that_is_damaged_before_a_resume_is_passed_over(tmp_path: Path) -> None:
-    left = go(tmp_path / "run", disturb=kill_after(20.0))
-    assert left is not None
-    newest, older, *_ = written(left / "checkpoints")
-    spoil_share(newest, 1)
-    assert go(left) is None
-    assert rollbacks(left) == [int(older.name.removeprefix("step_"))]
-    check_equal(left)
-
-
 def test_nothing_but_damaged_shares_ends_the_run_by_name(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with pytest.raises(DamagedCheckpoint, match="holds no sound checkpoint to go on from"):
@@ -184,86 +135,3 @@ def test_nothing_but_damaged_shares_ends_the_run_by_name(tmp_path: Path) -> None
         spoil_share(checkpoint, 0)
     with pytest.raises(ConfigError, match="holds no sound checkpoint to go on from"):
         go(left)
-
-
-def test_a_share_for_which_the_disk_is_full_costs_one_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root, faults = tmp_path / "run", {("trainer-1", "write", 3): "full", LATE: "kill"}
-    assert go(root, lambda *each: faults.get(each)) is None
-    assert "checkpoint 4 could not be written (1 in a row)" in caplog.text and "No space left" in caplog.text
-    assert rollbacks(root) == [2]
-    check_equal(root)
-
-
-async def two_checkpoints(folder: Path, fault: Fault) -> TrainerGroup:
-    """Two loaded ranks that have written checkpoints 1 and 2 of their shares."""
-    given = config()
-    groups = toy_groups(given, World(Timing(), fault, ListObserver()))
-    trainers = TrainerGroup(groups["trainer"], build_algorithm(given))
-    await load_trainer(given, groups["trainer"], trainers)
-    for version in (1, 2):
-        for worker in groups["trainer"].workers:
-            worker.target.retained[version] = copied(worker.target.tensors)
-        await trainers.all("snapshot")
-        await trainers.weights.save(version, str(folder), {"version": version}, 9, ())
-    return trainers
-
-
-Outcome = tuple[Resume, list[str | None], int]
-"""What `with_sound_shares` returned, the checkpoint that each rank has verified then, and how often another was asked
-for."""
-
-
-def chosen(
-    folder: Path, another: Resume, *, fault: Fault = no_fault, damaged: Sequence[tuple[int, int]] = ()
-) -> Outcome:
-    """Has two ranks verify checkpoint 2; `damaged` has checkpoint and rank of each share that is spoilt before."""
-    asked: list[Resume] = []
-
-    def other() -> Resume:
-        asked.append(another)
-        return another
-
-    async def job() -> Outcome:
-        trainers = await two_checkpoints(folder, fault)
-        for step, rank in damaged:
-            spoil_share(folder / f"step_{step}", rank)
-        resume = await with_sound_shares(trainers, Resume(folder / "step_2", 2, {}), other)
-        return resume, [worker.target.saving.verified for worker in trainers.workers.workers], len(asked)
-
-    with toy_ranks_meet():
-        return run_virtual(job())
-
-
-def test_a_checkpoint_is_taken_if_every_rank_has_verified_its_share(tmp_path: Path) -> None:
-    resume, verified, asked = chosen(tmp_path, START)
-    assert (resume.version, verified, asked) == (2, [str(tmp_path / "step_2")] * 2, 0)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_another_checkpoint_is_asked_for_once_and_verified_by_all(
-    rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    older = Resume(tmp_path / "step_1", 1, {})
-    resume, verified, asked = chosen(tmp_path, older, damaged=[(2, rank)])
-    assert (resume, verified, asked) == (older, [str(older.path)] * 2, 1)
-    said = f"step_2: shards/__{rank}_0.distcp does not have the size and digest it was written with"
-    assert f"{said}; looking for another one" in caplog.text
-
-
-@pytest.mark.parametrize("other", ["none", "damaged too"])
-def test_a_damaged_share_without_a_sound_checkpoint_before_it_is_named(other: str, tmp_path: Path) -> None:
-    another = START if other == "none" else Resume(tmp_path / "step_1", 1, {})
-    step = 2 if other == "none" else 1
-    with pytest.raises(WorkerFailed, match=rf"step_{step}: shards/__1_0.distcp does not have") as raised:
-        chosen(tmp_path, another, damaged=[(2, 1), (1, 1)])
-    assert (raised.value.worker, raised.value.kind) == ("trainer-1", DamagedCheckpoint.__name__)
-
-
-def test_a_rank_that_fails_for_another_reason_is_no_reason_for_another_checkpoint(tmp_path: Path) -> None:
-    def fault(*call: Any) -> str | None:
-        return "raise" if call == ("trainer-1", "verify", 1) else None
-
-    with pytest.raises(WorkerFailed, match="injected"):
-        chosen(tmp_path, Resume(tmp_path / "step_1", 1, {}), fault=fault)

@@ -55,22 +55,6 @@ def test_a_worker_is_given_a_second_ticket_only_while_there_are_plenty() -> None
     assert t.next_for("a", ahead=True) is t.next_for("a") is not None, "three workers share the seven that are left"
 
 
-def test_the_only_worker_is_given_every_ticket_ahead() -> None:
-    """Nobody else could begin it, so that the worker need not wait for an answer and a call; a second worker could."""
-    t = table(k=1, groups=2)
-    t.join("a")
-    publish(t, 0, "a")
-    for _ in range(3):
-        assert t.next_for("a", ahead=True) is t.next_for("a") is not None
-        run_ticket(t, "a")
-    t.join("b")
-    assert t.next_for("a", ahead=True) is None and t.next_for("a") is not None
-    t.lost_worker("b")
-    assert t.next_for("a", ahead=True) is not None
-    run_ticket(t, "a")
-    assert t.next_for("a", ahead=True) is None, "the gate has no more tickets"
-
-
 def test_tickets_name_exactly_one_version_and_older_ones_stay_usable() -> None:
     t = table(k=1, steps=5)
     t.join("w")
@@ -141,18 +125,6 @@ def test_evaluation_has_its_own_slot_and_a_guaranteed_share() -> None:
     assert kinds.index("evaluation") < 4
     with pytest.raises(Refused, match="still outstanding"):
         t.issue_evaluation(version=0, step=1, groups=1)
-
-
-def test_a_slow_acknowledgement_of_a_version_nobody_needs_is_harmless() -> None:
-    t = table(k=0, steps=3, groups=1)
-    for worker in ("fast", "slow"):
-        t.join(worker)
-    publish(t, 0, "fast")
-    run_ticket(t, "fast")
-    finish_step(t, 0)
-    publish(t, 1, "fast")
-    t.acknowledge("slow", 0, digest(0))
-    assert t.next_for("slow") is None
 
 
 @settings(max_examples=300, deadline=None)

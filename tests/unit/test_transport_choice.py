@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import pytest
 
-from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.launch import choose_transport, transport_here
 from separation.group import Worker, WorkerFailed
@@ -31,10 +30,6 @@ def choose(sender: Sender, *overrides: str) -> str:
     return asyncio.run(choose_transport(compose_config(overrides=list(overrides)), cast("Worker", sender)))
 
 
-def failed(kind: str, message: str) -> WorkerFailed:
-    return WorkerFailed("trainer-0", "transport_here", kind, message, "")
-
-
 def test_the_trainer_is_asked_whatever_the_controller_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     for seen_here in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_here: seen)
@@ -48,14 +43,6 @@ def test_auto_is_the_object_store_where_workers_share_a_device() -> None:
     shared = ("trainer.gpus_per_worker=0.5", "rollout.gpus_per_worker=0.5")
     assert choose(sender, "checkpoint_engine.transport=auto", *shared) == "object_store"
     assert sender.asked == []
-
-
-def test_what_cannot_work_there_is_one_sentence_and_other_failures_stay_what_they_are() -> None:
-    refused = Sender(failed("ValueError", "transport nccl needs weights on a GPU, here they are on cpu"))
-    with pytest.raises(ConfigError, match=r"^checkpoint_engine.transport: transport nccl needs weights on a GPU"):
-        choose(refused, "checkpoint_engine.transport=nccl")
-    with pytest.raises(WorkerFailed, match="ImportError"):
-        choose(Sender(failed("ImportError", "libtorch")), "checkpoint_engine.transport=nccl")
 
 
 def test_here_is_this_processs_device(monkeypatch: pytest.MonkeyPatch) -> None:

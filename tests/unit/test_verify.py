@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_flowrl.cli.verify import RunFiles, exactly_once, main, verify
+from async_flowrl.cli.verify import main, verify
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
 from checkpoint_engine import Draft, Layout, weights_digest
 from tests.support.toy import ToyRun, toy_config, virtual
@@ -161,17 +161,6 @@ def test_tampered_events_are_noticed(
     assert main([str(root)]) == 1
 
 
-def test_a_run_that_was_stopped_before_its_first_step_ended_passes(tmp_path: Path, finished: ToyRun) -> None:
-    first = [e for e in finished.observer.of("ticket", kind="train") if e["step"] < 2 and e["state"] == "PENDING"]
-    assert exactly_once(RunFiles(tmp_path, {"max_staleness": 1, "steps": 0}, [], first)) == "0 tickets in 0 steps"
-
-
-def test_two_lives_that_sent_different_bytes_are_noticed(tmp_path: Path, finished: ToyRun) -> None:
-    other = {"event": "version", "time": 0.0, "stream": "policy", "version": 1, "state": "sent", "digest": "0" * 64}
-    root = write_run(tmp_path, finished, [*finished.observer.events, other])
-    assert rows(root)["version chain"] == (False, "version 1 of policy was sent with 2 different digests")
-
-
 def sent_as_bfloat16(events: list[Record], retained: dict[str, Tensor]) -> list[Record]:
     """The run's events as if the last version had gone out in bfloat16."""
     layout = Layout.of(retained)
@@ -219,8 +208,3 @@ def test_a_damaged_checkpoint_is_noticed(tmp_path: Path, finished: ToyRun) -> No
     tensors["layer.lora_B.weight"][0, 0] += 1.0
     save_file(tensors, path)
     assert rows(root)["digests"] == (False, "there is no sound checkpoint")
-
-
-def test_a_run_that_is_not_finished_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "is not the folder of a finished run: it has no" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.controller.watchdog import Stalled, StallRow, limit, stall_report
+from async_flowrl.controller.watchdog import Stalled, limit
 from async_flowrl.tickets.table import Ticket, TicketTable
 from tests.support.toy import ListObserver, Timing, toy_config, virtual
 
@@ -27,15 +27,3 @@ def test_a_slow_run_is_not_a_stalled_one() -> None:
     observer = ListObserver()
     virtual(toy_config(1, steps=2), Timing(generate=25.0, update=5.0), observer=observer)
     assert not [event for event in observer.of("stall") if event["seconds"] > 30]
-
-
-def test_stall_report_shows_the_oldest_first() -> None:
-    rows = [
-        StallRow("step 3 group 1", "RUNNING", "rollout-0", 2.0, "denoise 4/10"),
-        StallRow("step 3 group 0", "SCORING", "reward-1", 61.5, "call sent"),
-    ]
-    lines = stall_report(rows).splitlines()
-    assert lines[0].split() == ["ticket", "state", "worker", "age", "last", "event"]
-    assert lines[1].startswith("step 3 group 0") and "61.5 s" in lines[1]
-    assert "and 1 more" in stall_report(rows, most=1)
-    assert stall_report([]) == "nothing is under way"

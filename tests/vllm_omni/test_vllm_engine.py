@@ -1,9 +1,7 @@
 """Tests of the real vllm-omni on a CPU, in float32, against diffusers: images, trajectories, adapters, failures."""
 
-import os
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +13,8 @@ pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-
 from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageTransformer2DModel
 
 from async_flowrl.algorithms import sde
-from async_flowrl.rollout.vllm_omni.engine import VllmOmniError
-from async_flowrl.rollout.vllm_omni.pipeline import whole_tickets
-from async_flowrl.rollout.vllm_omni.settings import REQUEST
-from async_flowrl.types import EVALUATION, Prompt
+from async_flowrl.types import Prompt
 from checkpoint_engine import base_digest
-from separation import rendezvous
 from tests.support.tiny import request, sampling, tensors, tiny_policy, token_ids
 from tests.vllm_omni.rig import TOLERANCE, Rig, gap, same, trajectory_of
 
@@ -108,11 +102,6 @@ def test_an_image_of_a_ticket_is_the_image_alone(rig: Rig) -> None:
         assert np.abs(single.latents[0] - trajectory_of(together).latents[index]).max() < TOLERANCE
 
 
-def test_evaluation_has_no_trajectory(rig: Rig) -> None:
-    made = rig.made(request(2, kind=EVALUATION), 1)
-    assert made.trajectory is None and made.images.shape == (2, 32, 32, 3)
-
-
 def test_prompts_are_encoded_to_the_reference_bits(rig: Rig) -> None:
     texts = ["red red red red", " ", LONG.text]
     for mine, reference in zip(rig.engine.encode(texts), rig.policy.encode(texts), strict=True):
@@ -130,42 +119,6 @@ def test_token_ids_are_encoded_as_their_text(rig: Rig) -> None:
     made = rig.made(request(2, how=how, prompt=tokenised), 1)
     assert same(made, rig.made(request(2, how=how, prompt=Prompt(2, "a green hill", negative="grey")), 1))
     assert gap(made, rig.expected(request(2, how=how, prompt=tokenised), 1)) < TOLERANCE
-
-
-def test_no_port_was_chosen_before_it_was_held(rig: Rig) -> None:
-    """The engine's world lives at the store that this process opened, not at a port that vllm-omni found free."""
-    ((port, store),) = rendezvous._stores.items()
-    assert torch.distributed.get_world_size() == 1
-    assert store.num_keys() > 0 and os.environ["MASTER_PORT"] != str(port)
-
-
-def test_a_failed_remote_call_raises(rig: Rig) -> None:
-    with pytest.raises(VllmOmniError, match=r"vllm-omni failed in rollout_probe: .*not the one that was received last"):
-        rig.engine._client.call("rollout_probe", dict, 12345)
-    with pytest.raises(VllmOmniError, match="vllm-omni failed in no_such_method"):
-        rig.engine._client.call("no_such_method", str)
-    with pytest.raises(VllmOmniError, match="answered rollout_holds with bool, expected str"):
-        rig.engine._client.call("rollout_holds", str, 1)
-    assert rig.made(request(2), 1).images.shape == (2, 32, 32, 3)
-
-
-def test_one_engine_batch_is_one_requests_whole_tickets(rig: Rig) -> None:
-    asked = [request(4)]
-    rig.made(asked[0], 1)
-    parameters = rig.engine._sampling(asked, rig.engine._adopted())
-    parameters.num_outputs_per_prompt = 3
-    with pytest.raises(RuntimeError, match=r"one engine batch is whole tickets: .*3 images, its tickets have 4"):
-        rig.engine._client.generate("red", parameters, "too-few")
-    bare = rig.engine._sampling(asked, rig.engine._adopted())
-    bare.extra_args = {}
-    with pytest.raises(RuntimeError, match="carries no ticket"):
-        rig.engine._client.generate("red", bare, "no-ticket")
-    two = SimpleNamespace(num_reqs=2, request_ids=["a", "b"])
-    with pytest.raises(ValueError, match=r"one request's tickets, got 2: \['a', 'b'\]"):
-        whole_tickets(two)
-    assert parameters.extra_args[REQUEST] == tuple(asked)
-    with pytest.raises(ValueError, match="tickets 0 and 0 cannot share a batch"):
-        rig.engine.generate_together([request(4), request(3)])
 
 
 def test_tickets_of_one_batch_are_what_they_are_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,13 +122,6 @@ def test_a_grammar_makes_it_write_one_score_per_image_of_a_group(url: str) -> No
     assert [result["score"] for result in results] == pytest.approx([number / 10 for number in said])
 
 
-def test_what_the_server_refuses_is_quoted(url: str) -> None:
-    with pytest.raises(ServerError, match=r"404 Not Found: .*The model `another` does not exist"):
-        ask(VLMJudge(url, "another", "score"))
-    with pytest.raises(ServerError, match=r"400 Bad Request: .*maximum context length"):
-        ask(VLMJudge(url, "tiny", "score", prompt_template="{prompt}, too long" + ", too long" * 600))
-
-
 def judged(folder: Path, **options: Any) -> list[str]:
     """Overrides of a run that starts the server itself and is trained by its probabilities alone."""
     choice = {"structured_outputs": {"choice": list(ANSWERS)}}

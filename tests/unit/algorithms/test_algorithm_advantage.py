@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.algorithms.advantage import compute_advantages, group_advantages, is_constant, permuted
+from async_flowrl.algorithms.advantage import compute_advantages, is_constant, permuted
 from async_flowrl.config.schema import AlgorithmConfig
 
 GROUPS = [np.array([0.1, 0.5, 0.2]), np.array([3.0, 3.5, 2.0, 8.0])]
@@ -49,14 +49,6 @@ def test_a_single_sample_has_advantage_zero() -> None:
         assert result.tolist() == [0.0]
 
 
-def test_a_large_offset_costs_nothing() -> None:
-    """PickScore-like: offset 21.7, spread 1e-3, where float32 would be wrong by tenths of a percent."""
-    spread = np.array([0.0, 1e-3, -2e-3, 5e-4])
-    (plain,) = compute_advantages({"r": [spread]}, AlgorithmConfig())
-    (offset,) = compute_advantages({"r": [spread + 21.7]}, AlgorithmConfig())
-    assert offset == pytest.approx(plain, rel=1e-9)
-
-
 def test_weighted_sum_and_per_reward() -> None:
     rewards = {"ocr": [np.array([0.0, 1.0, 1.0])], "size": [np.array([100.0, 300.0, 500.0])]}
     weights = {"ocr": 2.0, "size": 0.01}
@@ -70,13 +62,6 @@ def test_weighted_sum_and_per_reward() -> None:
 
     parts = zip(normal([0.0, 1.0, 1.0]), normal([100.0, 300.0, 500.0]), strict=True)
     assert each == pytest.approx([2.0 * a + 0.01 * b for a, b in parts])
-
-
-def test_per_reward_ignores_a_constant_reward() -> None:
-    rewards = {"a": [np.array([0.3, 0.3, 0.3])], "b": [np.array([1.0, 2.0, 4.0])]}
-    (both,) = compute_advantages(rewards, AlgorithmConfig(combine="per_reward"))
-    (alone,) = compute_advantages({"b": rewards["b"]}, AlgorithmConfig())
-    assert (both == alone).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -102,14 +87,6 @@ def test_samples_permute_groups_stay_local_and_means_vanish(
             assert (compute_advantages({"r": [array]}, config)[0] == result).all()
 
 
-def test_negated_rewards_negate_advantages() -> None:
-    for fields in ({}, {"combine": "per_reward"}, {"global_std": True}):
-        plain = compute_advantages({"r": GROUPS}, AlgorithmConfig(**fields))
-        negated = compute_advantages({"r": GROUPS}, AlgorithmConfig(**fields, negate_reward=True))
-        for a, b in zip(plain, negated, strict=True):
-            assert b == pytest.approx(-a, rel=1e-12)
-
-
 def test_permuted_advantages_are_the_same_values_in_a_seeded_order() -> None:
     config = AlgorithmConfig(permute_advantages=True)
     group = np.arange(16.0) ** 2
@@ -120,33 +97,3 @@ def test_permuted_advantages_are_the_same_values_in_a_seeded_order() -> None:
     assert sorted(one) == sorted(plain) and (one == again).all() and (one != two).any() and (one != plain).any()
     positions = np.mean([permuted(group, seed) for seed in range(3000)], axis=0)
     assert positions == pytest.approx(np.full(16, group.mean()), rel=0.08)
-
-
-def test_permuting_without_a_seed_per_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one seed per group \(2\)"):
-        compute_advantages({"r": GROUPS}, AlgorithmConfig(permute_advantages=True), seeds=[1])
-
-
-@pytest.mark.parametrize("bad", [[float("nan"), 1.0], [float("inf"), 1.0], []])
-def test_unusable_rewards_are_refused_by_name_and_group(bad: list[float]) -> None:
-    with pytest.raises(ValueError, match="reward 'ocr' of group 1 must be a list of finite numbers"):
-        compute_advantages({"ocr": [np.array([1.0]), np.array(bad)]}, AlgorithmConfig())
-
-
-def test_no_reward_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one reward"):
-        compute_advantages({}, AlgorithmConfig())
-
-
-def test_one_group_alone() -> None:
-    rewards = [0.0, 0.5, 1.0, 0.5]
-    assert np.array_equal(
-        group_advantages(rewards), compute_advantages({"r": [np.array(rewards)]}, AlgorithmConfig())[0]
-    )
-    assert group_advantages(rewards, normalise="none").tolist() == [-0.5, 0.0, 0.5, 0.0]
-    assert np.allclose(group_advantages(rewards, batch_std=2.0), np.array([-0.5, 0, 0.5, 0]) / 2.0001)
-    assert group_advantages([0.1, 0.1, 0.1]).tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="normalise must be one of none, std, got 'st'; did you mean 'std'"):
-        group_advantages(rewards, normalise="st")
-    with pytest.raises(ValueError, match="must be a list of finite numbers"):
-        group_advantages([0.0, float("nan")])

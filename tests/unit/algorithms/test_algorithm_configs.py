@@ -36,8 +36,3 @@ def test_builds_in_every_mode(path: Path, steps: int) -> None:
 
 def test_every_built_in_algorithm_has_a_configuration() -> None:
     assert {load(path).name for path in FILES} == set(BUILT_IN)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_values_have_a_source(path: Path) -> None:
-    assert path.read_text().startswith("# "), "say what it is and where the numbers come from"

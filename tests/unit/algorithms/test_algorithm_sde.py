@@ -115,32 +115,6 @@ def test_rows_do_not_mix(sde_type: str, layout: tuple[int, ...], indices: list[i
 
 
 @pytest.mark.parametrize("sde_type", LEVELS)
-def test_noise_level_per_row(sde_type: str) -> None:
-    torch.manual_seed(0)
-    x, v = torch.randn(2, 2, 8, 4)
-    sigma, sigma_next = steps_of(SD3, [2, 2])
-    levels = torch.tensor([0.2, 0.9])
-    both = sde.transition(x, v, sigma, sigma_next, sigma_after_first=SD3[1], sde_type=sde_type, noise_level=levels)
-    for row, level in enumerate((0.2, 0.9)):
-        one = sde.transition(
-            x[row : row + 1], v[row : row + 1], sigma[:1], sigma_next[:1],
-            sigma_after_first=SD3[1], sde_type=sde_type, noise_level=level,
-        )  # fmt: skip
-        assert torch.equal(one.mean[0], both.mean[row]) and torch.equal(one.std[0], both.std[row])
-
-
-@pytest.mark.parametrize("sde_type", LEVELS)
-def test_bfloat16_inputs_are_computed_in_float32(sde_type: str) -> None:
-    torch.manual_seed(0)
-    x, v = torch.randn(2, 1, 8, 4).bfloat16()
-    sigma, sigma_next = steps_of(SD3, [3])
-    options = {"sigma_after_first": SD3[1], "sde_type": sde_type, "noise_level": 0.5}
-    low = sde.transition(x, v, sigma, sigma_next, **options)
-    high = sde.transition(x.float(), v.float(), sigma, sigma_next, **options)
-    assert torch.equal(low.mean, high.mean) and low.mean.dtype == torch.float32
-
-
-@pytest.mark.parametrize("sde_type", LEVELS)
 @pytest.mark.parametrize("index", [0, 1, 5, 8])
 def test_without_noise_every_step_is_euler(sde_type: str, index: int) -> None:
     torch.manual_seed(0)
@@ -167,37 +141,6 @@ def test_deterministic_rows_have_log_prob_zero_and_finite_gradients(sde_type: st
     value.sum().backward()
     assert v.grad is not None and torch.isfinite(v.grad).all() and not v.grad[0].any()
     assert v.grad[1].any() == (sde_type != "ode")
-
-
-def test_the_last_cps_step_is_deterministic() -> None:
-    sigma, sigma_next = steps_of(SD3, [9])
-    step = sde.transition(
-        torch.randn(1, 6),
-        torch.randn(1, 6),
-        sigma,
-        sigma_next,
-        sigma_after_first=SD3[1],
-        sde_type="cps",
-        noise_level=0.8,
-    )
-    assert step.deterministic.all() and float(sde.log_prob(torch.randn(1, 6), step, "cps")) == 0.0
-
-
-@pytest.mark.parametrize("level", [0.0, 0.3, 0.8, 1.0])
-@pytest.mark.parametrize("index", [0, 4, 8])
-def test_cps_keeps_the_coefficients(level: float, index: int) -> None:
-    """With an exact velocity the step returns (1 - s') x0 + s' N(0, 1) in distribution, at any noise level."""
-    torch.manual_seed(0)
-    x0, eps, noise = torch.full((1, 400_000), 0.7), torch.randn(1, 400_000), torch.randn(1, 400_000)
-    sigma, sigma_next = steps_of(SD3, [index])
-    s, s_next = float(sigma), float(sigma_next)
-    step = sde.transition(
-        (1 - s) * x0 + s * eps, eps - x0, sigma, sigma_next,
-        sigma_after_first=SD3[1], sde_type="cps", noise_level=level,
-    )  # fmt: skip
-    after = sde.sample(step, noise).double()
-    assert float(after.mean()) == pytest.approx((1 - s_next) * 0.7, abs=4 * s_next / 400_000**0.5 + 1e-6)
-    assert float(after.std()) == pytest.approx(s_next, rel=0.01)
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "dance_sde"])
@@ -232,15 +175,6 @@ def test_replaying_with_the_same_weights_gives_ratio_one(sde_type: str) -> None:
     assert torch.equal(again, sde.log_prob(after, step, sde_type))
 
 
-def test_sum_over_latents_is_d_times_the_mean() -> None:
-    x, v, noise = torch.randn(3, 2, 7, 3)
-    sigma, sigma_next = steps_of(QWEN, [1, 2])
-    step = sde.transition(x, v, sigma, sigma_next, sigma_after_first=QWEN[1], sde_type="sde", noise_level=1.0)
-    after = sde.sample(step, noise)
-    total = torch.distributions.Normal(step.mean.double(), step.std.double()).log_prob(after.double()).sum(dim=(1, 2))
-    assert torch.allclose(sde.gaussian_log_prob(after, step) * sde.latent_elements(x), total, rtol=1e-9)
-
-
 def test_next_latents_get_no_gradient() -> None:
     after = torch.randn(1, 4, requires_grad=True)
     v = torch.randn(1, 4, requires_grad=True)
@@ -255,45 +189,3 @@ def test_next_latents_get_no_gradient() -> None:
 @pytest.mark.parametrize("schedule", [SD3, QWEN, (1.0, 0.0)])
 def test_published_schedules_are_valid(schedule: tuple[float, ...]) -> None:
     sde.validate_schedule(torch.tensor(schedule))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ((0.9999, 0.5, 0.0), "exactly 1"),
-        ((1.0, 0.5, 0.01), "exactly 0"),
-        ((1.0,), "exactly 1"),
-        ((1.0, 0.5, 0.5, 0.0), "strictly"),
-        ((1.0, float("nan"), 0.0), "strictly"),
-        ((1.0, 0.2, 0.5, 0.0), "strictly"),
-        ((1.0, 0.9999, 0.5, 0.0), "0.999"),
-    ],
-)
-def test_bad_schedules_are_refused(schedule: tuple[float, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sde.validate_schedule(torch.tensor(schedule))
-
-
-def test_a_schedule_near_one_is_fine_for_other_steps() -> None:
-    sde.validate_schedule(torch.tensor((1.0, 0.9999, 0.5, 0.0)), "dance_sde")
-
-
-def test_unknown_step_type_is_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean 'cps'"):
-        sde.transition(
-            torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), torch.zeros(1),
-            sigma_after_first=0.5, sde_type="cp", noise_level=0.5,
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("level", [1.5, -0.25, float("nan")])
-def test_noise_of_a_cps_step_beyond_a_right_angle_is_refused(level: float) -> None:
-    step = torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([0.9, 0.8]), torch.tensor([0.5, 0.4])
-    options = {"sigma_after_first": 0.9, "sde_type": "cps"}
-    for noise_level in (level, torch.tensor([0.5, level])):
-        with pytest.raises(ValueError, match=rf"^noise_level of cps steps must be 0 to 1, got {level:g}$"):
-            sde.transition(*step, noise_level=noise_level, **options)
-    assert sde.transition(*step, noise_level=torch.tensor([0.0, 1.0]), **options).deterministic.tolist() == [
-        True,
-        False,
-    ]

@@ -18,22 +18,6 @@ def draw(config: AlgorithmConfig, *, step: int = 0, group: int = 0, seed: int = 
     return draw_window(config, num_inference_steps=T, seed=seed, step=step, group=group)
 
 
-def test_none_is_everything_but_the_last_step() -> None:
-    assert draw(AlgorithmConfig()) == Window(tuple(range(9)), tuple(range(9)))
-
-
-def test_none_with_a_range() -> None:
-    assert draw(AlgorithmConfig(sde_window_range=(2, 5))).train_steps == (2, 3, 4)
-
-
-def test_random_windows_start_uniformly_over_the_range() -> None:
-    config = AlgorithmConfig(window="random", sde_window_size=2, sde_window_range=(0, 5))
-    starts = Counter(draw(config, step=step).train_steps[0] for step in range(4000))
-    assert set(starts) == {0, 1, 2, 3}
-    assert all(abs(count - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for count in starts.values())
-    assert draw(config).noise_steps == draw(config).train_steps
-
-
 def test_windows_are_drawn_per_group_or_per_step() -> None:
     config = AlgorithmConfig(window="random", sde_window_size=2)
     per_group = [draw(config, group=group) for group in range(40)]
@@ -88,21 +72,6 @@ def test_the_interval_of_a_sliding_window_decays_as_published(decay: str, longes
     assert ours != [
         draw_window(constant, num_inference_steps=25, seed=0, step=step, group=0).train_steps[0] for step in range(400)
     ]
-
-
-def test_a_window_as_wide_as_its_range_stays_where_it_is() -> None:
-    for decay in ("none", "linear", "exponential"):
-        config = AlgorithmConfig(window="sliding", sde_window_size=1, sde_window_range=(3, 4), window_decay=decay)
-        assert {draw(config, step=step).train_steps for step in range(60)} == {(3,)}
-
-
-def test_list_windows_choose_from_the_list() -> None:
-    config = AlgorithmConfig(window="list", window_list=[5, 1, 3])
-    assert draw(config) == Window((1, 3, 5), (1, 3, 5))
-    single = replace(config, sde_window_size=1)
-    counts = Counter(draw(single, step=step).train_steps for step in range(3000))
-    assert set(counts) == {(1,), (3,), (5,)}
-    assert all(abs(count - 1000) < 5 * (3000 * 2 / 9) ** 0.5 for count in counts.values())
 
 
 def test_fraction_keeps_noise_everywhere_and_trains_a_random_share() -> None:
@@ -173,23 +142,3 @@ def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
     assert len(window.train_steps) == trained_steps(config, steps)
     if kind != "list":
         assert all(low <= index < high for index in window.noise_steps)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"window": "random"}, r"sde_window_size must be in 1\.\.9 .* got None"),
-        ({"window": "sliding", "sde_window_size": 10}, r"1\.\.9"),
-        ({"window": "random", "sde_window_size": 3, "sde_window_range": (0, 2)}, r"1\.\.2"),
-        ({"sde_window_range": (9, 12)}, r"some of \(0, 9\), .*got \(9, 12\)"),
-        ({"sde_window_range": (4, 4)}, "got \\(4, 4\\)"),
-        ({"window": "list"}, "window_list must name different steps"),
-        ({"window": "list", "window_list": [1, 9]}, r"0\.\.8"),
-        ({"window": "list", "window_list": [1, 1]}, "different"),
-        ({"window": "list", "window_list": [1, 2], "sde_window_size": 3}, r"1\.\.2"),
-        ({"window": "sliding", "sde_window_size": 2, "window_interval_min": 26}, "at most window_interval=25, got 26"),
-    ],
-)
-def test_bad_windows_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_window(AlgorithmConfig(**fields), T)  # type: ignore[arg-type]

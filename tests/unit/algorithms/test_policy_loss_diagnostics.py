@@ -1,15 +1,13 @@
 """Tests of the metrics and limits of policy-gradient losses: KL, clipping, gaps, masks."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from async_flowrl.algorithms.policy_gradient import effective_sample_size
 from tests.unit.algorithms.algorithm_cases import Network, frozen, policy_gradient, rows
-from tests.unit.algorithms.policy_networks import ADVANTAGES, STEPS, D, networks, ours, statistics
+from tests.unit.algorithms.policy_networks import ADVANTAGES, STEPS, networks, ours
 
 
 def test_kl_forms() -> None:
@@ -41,43 +39,6 @@ def test_the_proximal_penalty_needs_no_reference_and_is_nothing_at_the_first_ste
     # The field's cps log-prob is enough for it: no density, so no step is too sharp.
     field = {"sde_type": "cps", "noise_level": 0.8, "kl_coef": 1.0, "kl_form": "proximal", "updates_per_batch": 2}
     assert not policy_gradient(**field).gaussian
-
-
-def test_exact_kl_is_the_gaussian_one() -> None:
-    batch, nets = rows(STEPS, ADVANTAGES), networks()
-    algorithm = policy_gradient(noise_level=0.8, kl_coef=1.0, kl_form="exact")
-    got = ours(algorithm, batch, nets).metrics["kl"]
-    for row in range(len(STEPS)):
-        _, mean, std = statistics(nets["current"], batch, row, 0.8)
-        _, other, _ = statistics(nets["reference"], batch, row, 0.8)
-        exact = torch.distributions.kl_divergence(
-            torch.distributions.Normal(mean, std), torch.distributions.Normal(other, std)
-        ).mean()
-        assert float(got[row]) == pytest.approx(float(exact), rel=1e-3)
-
-
-@pytest.mark.parametrize("fields", [{}, {"sde_type": "cps"}], ids=["sde", "cps"])
-def test_the_distance_to_the_sampler_is_logged_without_any_correction(fields: dict[str, Any]) -> None:
-    """Mean-scale gap, k2 and k3 of l_prox - l_rollout, and sum-scale weights of the true densities."""
-    algorithm = policy_gradient(noise_level=0.8, **fields)
-    batch, nets = rows(STEPS, ADVANTAGES), networks()
-    batch = replace(batch, rollout_log_prob=algorithm.predict(batch, nets["behaviour"])["log_prob"].detach().float())
-    metrics = ours(algorithm, batch, nets).metrics
-    for row in range(len(STEPS)):
-        if fields:
-            x = float((algorithm.predict(batch, nets["proximal"])["log_prob"] - batch.rollout_log_prob)[row])
-            std = float(algorithm.predict(batch, nets["current"])["std"][row])
-            nats = D * x / (2 * std**2)
-        else:
-            old, sampled = (float(statistics(nets[name], batch, row, 0.8)[0]) for name in ("proximal", "behaviour"))
-            x, nats = old - sampled, D * (old - sampled)
-        assert float(metrics["rollout_log_ratio"][row]) == pytest.approx(x, abs=2e-6)
-        assert float(metrics["log_prob_gap"][row]) == pytest.approx(abs(x), abs=2e-6)
-        assert float(metrics["rollout_k2"][row]) == pytest.approx(x * x / 2, abs=1e-6)
-        assert float(metrics["rollout_k3"][row]) == pytest.approx(math.exp(x) - 1 - x, abs=1e-6)
-        assert float(metrics["importance_weight"][row]) == pytest.approx(math.exp(nats), rel=1e-4)
-        assert float(metrics["importance_weight_squared"][row]) == pytest.approx(math.exp(2 * nats), rel=2e-4)
-    assert "behaviour_log_ratio" not in metrics
 
 
 def test_clip_in_nats_does_not_depend_on_resolution() -> None:
@@ -118,17 +79,6 @@ def test_cps_weights_are_those_of_the_density_in_either_form() -> None:
     assert torch.allclose(one, two, atol=1e-9)
 
 
-def test_effective_sample_size() -> None:
-    assert effective_sample_size(1.0, 1.0) == 1.0
-    assert effective_sample_size(0.25, 0.25) == 0.25
-    torch.manual_seed(0)
-    for divergence in (0.07, 0.66):
-        log_weight = -divergence + (2 * divergence) ** 0.5 * torch.randn(400_000, dtype=torch.float64)
-        weight = log_weight.exp()
-        measured = effective_sample_size(float(weight.mean()), float(weight.square().mean()))
-        assert measured == pytest.approx(math.exp(-2 * divergence), rel=0.05)
-
-
 def kept_by_sign(algorithm: Any, kl: float, *, images: int = 400) -> tuple[float, float]:
     """Shares of rows with A > 0 and A < 0 that keep their gradient; the policy has moved by `kl` nats per step."""
     generator = torch.Generator().manual_seed(29)
@@ -160,8 +110,3 @@ def test_by_default_the_mask_keeps_what_bounded_updates_of_the_allowed_age_can_r
     assert kept_by_sign(default, 50.0)[1] < 0.1
     twice = policy_gradient(**fields, updates_per_batch=2)
     assert twice.threshold(1024) == 2 * 20.0 * 5**2 / 4
-
-
-def test_without_a_bound_the_mask_follows_the_size_of_the_latent() -> None:
-    algorithm = policy_gradient(correction="mask", max_staleness=2)
-    assert algorithm.threshold(1024) == pytest.approx(0.6) and algorithm.threshold(65_536) == pytest.approx(64 * 0.6)

@@ -43,9 +43,3 @@ def killed(task: Task) -> None:
 
 def silent(task: Task) -> None:
     pass
-
-
-def leaves(task: Task) -> None:
-    """Ends before a process that it has started."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    task.say("done")

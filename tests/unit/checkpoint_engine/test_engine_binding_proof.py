@@ -76,22 +76,6 @@ def test_b_zero_proves_nothing_and_is_refused() -> None:
         check(probe, probe)
 
 
-def test_missing_modules_are_named() -> None:
-    probe = binding_probe(modules_of(lora()))
-    with pytest.raises(WeightsMismatch, match=r"block.1 is not trained at the receiver"):
-        check(probe, {n: p for n, p in probe.items() if n != "block.1"})
-    with pytest.raises(WeightsMismatch, match=r"block.1 is not trained at the trainer"):
-        check({n: p for n, p in probe.items() if n != "block.1"}, probe)
-
-
-def test_nan_is_not_equal() -> None:
-    probe = binding_probe(modules_of(lora()))
-    broken = {name: values * float("nan") for name, values in probe.items()}
-    for pair in ((probe, broken), (broken, probe), (broken, broken)):
-        with pytest.raises(WeightsMismatch):
-            check(*pair)
-
-
 def test_version_zero_replaces_the_canary() -> None:
     publisher, receiver = ends(lora())
     publisher.stage(CANARY_VERSION, canary_tensors(publisher.layout, seed=0))
@@ -113,12 +97,3 @@ def test_probing_leaves_the_global_generator_alone() -> None:
     binding_probe(modules_of(lora()))
     canary_tensors(ends(lora())[0].layout, seed=4)
     assert torch.equal(torch.randn(3), expected)
-
-
-def test_without_the_canary_a_swap_at_b_zero_is_invisible() -> None:
-    tensors = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in lora().items()}
-    swapped = swap("block.0.lora_B.weight", "block.2.lora_B.weight")(tensors)
-    trainer, receiver = binding_probe(modules_of(tensors)), binding_probe(modules_of(swapped))
-    assert all(torch.equal(trainer[name], receiver[name]) for name in trainer)
-    with pytest.raises(WeightsMismatch, match="its binding can't be proven"):
-        check(trainer, receiver)

@@ -11,7 +11,7 @@ from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import MemberBusy, TransferFailed
 from checkpoint_engine.process_group import Epoch
 from tests.support.virtual import run_virtual
-from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, ends, lora
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, lora
 
 
 class Ends:
@@ -73,17 +73,6 @@ def test_deliveries_that_share_a_broadcast_enter_its_collectives_one_after_the_o
     assert both.log[:2] == [("open", 0), ("open", 1)] and both.log.count(("open", 1)) == 1
 
 
-def test_without_its_lock_two_collectives_of_one_group_would_overlap() -> None:
-    class NoLock:
-        async def __aenter__(self) -> None: ...
-        async def __aexit__(self, *_: object) -> None: ...
-
-    both = Ends()
-    broadcast = CollectiveBroadcast(both)
-    broadcast._order = NoLock()  # type: ignore[assignment]
-    assert sorted(share_one(both, broadcast)[:2]) == [("send", 1), ("send", 2)]
-
-
 def test_the_sender_enters_only_when_every_member_has_said_that_it_is_ready() -> None:
     both = Ends()
     run_virtual(CollectiveBroadcast(both)(1, [both]))
@@ -129,25 +118,6 @@ def test_a_newcomer_is_served_one_by_one_and_taken_in_when_nothing_is_under_way(
         await broadcast.regroup([one, other])
         assert epochs(sender) == 2
         assert sorted(await broadcast(3, [other, one])) == ["a", "b"] and epochs(sender) == 2
-
-    run_virtual(main())
-
-
-def test_a_group_that_was_made_meanwhile_is_not_made_again_with_fewer() -> None:
-    class Slow(Ends):
-        async def open_group(self, epoch: Epoch, rank: int) -> None:
-            await super().open_group(epoch, rank)
-            await asyncio.sleep(1.0)
-
-    sender, one, other = Slow("sender"), Ends("a"), Ends("b")
-    broadcast = CollectiveBroadcast(sender)
-
-    async def main() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(broadcast(1, [one, other]))
-            await asyncio.sleep(0.5)
-            tasks.create_task(broadcast.regroup([one]))
-        assert epochs(sender) == 1
 
     run_virtual(main())
 
@@ -229,29 +199,3 @@ def test_deaths_of_members_say_nothing_about_the_transport(error: type[Exception
 
     run_virtual(main())
     assert broadcast.failures == epochs(sender) == tried
-
-
-def test_limits_of_a_group_come_from_outside_and_grow_with_its_size() -> None:
-    opened: list[Epoch] = []
-
-    class Noting(Ends):
-        async def open_group(self, epoch: Epoch, rank: int) -> None:
-            opened.append(epoch)
-
-    broadcast = CollectiveBroadcast(Noting(), setup_seconds=7.0, ready_seconds=3.0)
-    run_virtual(broadcast(1, [Noting(f"r{i}") for i in range(9)]))
-    assert {epoch.seconds for epoch in opened} == {3.0} and opened[0].setup.total_seconds() == 8.0
-
-
-def test_staging_takes_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests are taken off the stall path."""
-    publisher, _ = ends(lora())
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("a digest was taken while the trainer waits")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("checkpoint_engine.layout.RunningDigests.feed", refuse)
-        publisher.stage(0)
-        with pytest.raises(AssertionError, match="while the trainer waits"):
-            publisher.seal(0)

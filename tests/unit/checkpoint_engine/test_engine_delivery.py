@@ -7,16 +7,14 @@ import pytest
 
 from checkpoint_engine import (
     Ack,
-    Publisher,
     TransferCorrupted,
     TransferFailed,
     VersionGone,
     WeightsMismatch,
 )
 from checkpoint_engine.errors import Verdict, verdict
-from checkpoint_engine.receiver_queue import ReceiverQueue
 from tests.support.virtual import run_virtual
-from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, Gone, lora, resealed
+from tests.unit.checkpoint_engine.engine_parts import Gone
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 
 
@@ -117,30 +115,6 @@ def test_a_mismatch_or_an_unknown_error_stops_the_run_everywhere(fault, error) -
     run_virtual(main())
 
 
-def test_an_error_of_the_sender_and_of_a_replacement_stop_the_run() -> None:
-    async def sender() -> None:
-        rig = Rig()
-        await rig.delivery.publish(0)
-        rig.sender.publisher.clear()
-        with pytest.raises(VersionGone):
-            await rig.delivery.drain()
-
-    async def replacement() -> None:
-        rig = Rig()
-
-        async def cannot(name: str, error: BaseException) -> None:
-            raise RuntimeError(f"no room to replace {name}")
-
-        rig.delivery._replace = cannot
-        await rig.join("a", failing(9, Gone))
-        await rig.delivery.publish(0)
-        with pytest.raises(RuntimeError, match="no room to replace a"):
-            await rig.delivery.drain()
-
-    run_virtual(sender())
-    run_virtual(replacement())
-
-
 def test_an_acknowledgement_of_something_else_stops_the_run() -> None:
     async def main() -> None:
         rig = Rig()
@@ -155,24 +129,6 @@ def test_an_acknowledgement_of_something_else_stops_the_run() -> None:
         with pytest.raises(WeightsMismatch, match="liar acknowledged"):
             await rig.delivery.drain()
 
-    run_virtual(main())
-
-
-def test_without_the_look_at_acknowledgements_a_wrong_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        rig = Rig()
-        end = rig.end("liar")
-
-        async def receive(header: Any, payload: Any, slot: str) -> Ack:
-            return Ack(header.stream, header.version, "0" * 64, slot)
-
-        end.receive = receive  # type: ignore[method-assign]
-        await rig.delivery.join(end)
-        await rig.delivery.publish(0)
-        await rig.delivery.drain()
-        assert rig.held("liar") == []
-
-    monkeypatch.setattr(ReceiverQueue, "acknowledge", lambda queue, job, ack: job.settle(True))
     run_virtual(main())
 
 
@@ -194,10 +150,3 @@ def test_verdicts_hold_for_errors_of_other_processes_too(error: BaseException, e
     assert verdict(error) is expected
     if not isinstance(error, Gone):
         assert verdict(WorkerFailed("remote")) is expected
-
-
-def test_resealed_is_what_a_sender_would_make() -> None:
-    publisher = Publisher(lora(), alpha=ALPHA, rank=RANK)
-    publisher.stage(0)
-    header = publisher.seal(0)
-    assert resealed(header, publisher.payload(0)[1]) == header

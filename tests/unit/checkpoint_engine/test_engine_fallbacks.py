@@ -4,14 +4,13 @@ Publisher, receivers, Delivery and CollectiveBroadcast are the real ones; only t
 """
 
 import asyncio
-import logging
 from typing import Any
 
 import pytest
 
 from checkpoint_engine import EVALUATION, RING, Ack, Delivery, Header, Publisher, Receiver, TransferFailed
 from checkpoint_engine.base import Draft
-from checkpoint_engine.collective_delivery import MAX_FAILURES_IN_A_ROW, CollectiveBroadcast
+from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch
 from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank
@@ -125,30 +124,6 @@ class GroupRig(Rig):
         assert self.replaced == []
 
 
-def test_a_version_published_while_an_evaluation_is_delivered_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
-    """It goes by the store, is counted as `member_busy`, and the log names the version and the member."""
-
-    async def main() -> None:
-        rig = GroupRig()
-        await rig.join_all()
-        await rig.publish(0)
-        rig.members["b"].evaluation_seconds = 5.0
-        await rig.delivery.place(0)
-        await asyncio.sleep(1.0)
-        assert ("policy", 0, EVALUATION) not in rig.members["b"].receiver.held(), "the evaluation is not under way"
-        await rig.publish(1)
-        assert rig.counts == (0, 1) and rig.sender.broadcast == [0] and rig.sender.opened == 1
-        rig.check_served(1)
-        assert ("policy", 0, EVALUATION) in rig.members["b"].receiver.held()
-        await rig.publish(2)
-        assert rig.counts == (0, 1) and rig.sender.broadcast == [0, 2] and rig.sender.opened == 1
-        rig.check_served(2)
-
-    with caplog.at_level(logging.INFO, "checkpoint_engine.delivery"):
-        run_virtual(main())
-    assert caplog.messages == ["version 1 goes without gloo: busy with an earlier delivery: b"]
-
-
 def test_while_every_receiver_is_busy_nothing_has_failed() -> None:
     async def main() -> None:
         rig = GroupRig()
@@ -185,23 +160,5 @@ def test_an_answer_within_its_limit_is_in_time_and_one_after_it_costs_one_versio
         assert rig.counts == (fallbacks, 0) and rig.sender.broadcast[-1] == 2
         assert rig.sender.opened == 1 + fallbacks
         rig.check_served(2)
-
-    run_virtual(main())
-
-
-def test_every_version_counts_as_a_fallback_once_the_transport_is_given_up() -> None:
-    """Also one that is published while a member is busy: it is not for that member's sake that it goes by the store."""
-
-    async def main() -> None:
-        rig = GroupRig()
-        await rig.join_all()
-        rig.members["b"].fails = set(range(MAX_FAILURES_IN_A_ROW))
-        await rig.publish(*range(MAX_FAILURES_IN_A_ROW + 1))
-        assert rig.counts == (MAX_FAILURES_IN_A_ROW + 1, 0)
-        rig.members["b"].evaluation_seconds = 5.0
-        await rig.delivery.place(MAX_FAILURES_IN_A_ROW)
-        await rig.publish(MAX_FAILURES_IN_A_ROW + 1)
-        assert rig.counts == (MAX_FAILURES_IN_A_ROW + 2, 0)
-        rig.check_served(MAX_FAILURES_IN_A_ROW + 1)
 
     run_virtual(main())

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from checkpoint_engine.digest import ByteArray
-from checkpoint_engine.host_buffers import MAX_SPARE_BUFFERS, HostBuffer, HostBuffers
+from checkpoint_engine.host_buffers import HostBuffers
 from checkpoint_engine.layout import Layout
 from examples.checkpoint_engine.processes import SharedPayload, read
-from tests.unit.checkpoint_engine.engine_parts import ends, lora, sealed
+from tests.unit.checkpoint_engine.engine_parts import lora
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,43 +44,6 @@ def test_views_are_the_tensors_and_do_not_hold_the_buffer() -> None:
     place, held = address(taken.data), taken.views
     del taken, views
     assert address(buffers.take().data) == place and held
-
-
-def test_what_was_needed_at_once_is_not_kept_for_ever() -> None:
-    buffers = HostBuffers(Layout.of(lora()))
-    taken = [buffers.take() for _ in range(8)]
-    taken.clear()
-    assert len(buffers._spare) == 8
-    buffers.take()
-    assert len(buffers._spare) == MAX_SPARE_BUFFERS + 1, "and the one that was taken, which is back"
-
-
-def test_publishing_takes_no_more_memory_and_never_that_of_a_payload_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate, allocated = HostBuffers._allocate, []
-
-    def counted(self: HostBuffers) -> HostBuffer:
-        allocated.append(self)
-        return allocate(self)
-
-    monkeypatch.setattr(HostBuffers, "_allocate", counted)
-    tensors = lora()
-    publisher, _ = ends(tensors)
-    _, kept = sealed(publisher, 0)
-    before = kept.copy()
-    for version in range(1, 50):
-        for tensor in tensors.values():
-            tensor.add_(1.0)
-        sealed(publisher, version)
-    assert len(allocated) <= 5 and np.array_equal(kept, before)
-
-
-def test_a_version_leaves_from_where_it_was_staged() -> None:
-    publisher, receiver = ends(lora())
-    publisher.stage(0)
-    staged = address(publisher._staged[0].host.data)  # type: ignore[union-attr]
-    header = publisher.seal(0)
-    data = publisher.payload(0)[1]
-    assert address(data) == staged and receiver.receive(header, data).digest == header.digest
 
 
 def test_a_shared_payload_goes_with_its_last_owner_or_its_process() -> None:

@@ -68,16 +68,6 @@ def test_a_group_above_the_limit_has_one_member_per_node_and_everyone_gets_the_v
     asyncio.run(asyncio.wait_for(main(), 240.0))
 
 
-def test_members_stay_the_leaders_of_their_nodes_when_more_come() -> None:
-    broadcast = CollectiveBroadcast(None, max_members=2)  # type: ignore[arg-type]
-    ends = [OnNode(Receiver(blank(lora())), f"r{i}", f"n{i % 2}") for i in range(5)]  # type: ignore[call-arg]
-    assert broadcast._chosen(ends[:2]) == ends[:2]
-    broadcast._members = (ends[1], ends[2])
-    assert broadcast._chosen(ends) == [ends[1], ends[2]]
-    broadcast._members = ()
-    assert broadcast._chosen(ends) == [ends[0], ends[1]]
-
-
 def test_leaders_are_the_first_of_their_nodes() -> None:
     assert leaders({"a": "n1", "b": "n0", "c": "n1"}) == ["a", "b"]
 

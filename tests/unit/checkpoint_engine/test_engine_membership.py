@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from checkpoint_engine import EVALUATION, VersionGone
-from separation.group import RefLost
 from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone, flipped
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
@@ -30,28 +29,6 @@ def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
         assert rig.delivery.receivers == ("a", "late")
         with pytest.raises(ValueError, match="late has joined already"):
             await rig.delivery.join(rig.ends["late"])
-
-    run_virtual(main())
-
-
-def test_a_joiner_gets_the_version_that_is_sealed_while_it_joins() -> None:
-    """The run's first version: nothing is published yet when the joiner asks, and nobody sends it later."""
-
-    async def main() -> None:
-        rig = Rig()
-        await rig.join("a")
-        seal = rig.sender.seal
-
-        async def slow(version: int) -> Any:
-            await asyncio.sleep(5.0)
-            return await seal(version)
-
-        rig.sender.seal = slow  # type: ignore[method-assign]
-        await rig.delivery.publish(0)
-        await asyncio.sleep(1.0)
-        assert await rig.delivery.join(rig.end("late"), [])
-        await rig.delivery.drain()
-        assert rig.held("late") == rig.held("a") == [0]
 
     run_virtual(main())
 
@@ -103,63 +80,6 @@ def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
         await rig.delivery.drain()
         assert asyncio.get_running_loop().time() < 2.0 and rig.replaced == []
         assert rig.held("b") == [0]
-
-    run_virtual(main())
-
-
-def test_a_sender_that_is_late_when_it_is_asked_again_is_named_and_no_receiver_is_replaced() -> None:
-    class Late(Exception):
-        pass
-
-    async def main() -> None:
-        rig = Rig(deadline=5.0)
-        serve = rig.sender.payload
-
-        async def late(version: int) -> Any:
-            if rig.sender.served:
-                await asyncio.sleep(50.0)  # A sender limits its own waits.
-                raise Late
-            return await serve(version)
-
-        rig.sender.payload = late  # type: ignore[method-assign]
-        await rig.join("w0", failing(1, lambda: RefLost("a value is gone")))
-        await rig.delivery.publish(0)
-        with pytest.raises(Late):
-            await rig.delivery.drain()
-        assert rig.replaced == []
-        await rig.delivery.close()
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize("newer", [True, False])
-def test_a_version_that_the_sender_has_dropped_before_its_successor_is_sealed_is_waited_for(newer: bool) -> None:
-    """As a trainer drops it that has made the next version and not published it yet; without one it is an error."""
-
-    async def main() -> None:
-        rig = Rig(deadline=5.0, capacity=1)
-        await rig.join("w0")
-        await rig.delivery.publish(0)
-        await rig.delivery.drain()
-        serve = rig.sender.payload
-
-        async def gone(version: int) -> Any:
-            if version == 0:
-                raise VersionGone("version 0 is not kept any more")
-            return await serve(version)
-
-        rig.sender.payload = gone  # type: ignore[method-assign]
-        joining = asyncio.ensure_future(rig.delivery.join(rig.end("late"), [0]))
-        await asyncio.sleep(1.0)
-        if newer:
-            await rig.delivery.publish(1)
-            assert not await joining, "version 0 never came"
-            await rig.delivery.drain()
-            assert rig.held("late") == [1] and rig.replaced == []
-        else:
-            with pytest.raises(VersionGone):
-                await joining
-        await rig.delivery.close()
 
     run_virtual(main())
 

@@ -6,7 +6,6 @@ There is no CUDA here, so its functions are replaced; tests/gpu/test_pinned_memo
 import ctypes
 import gc
 import mmap
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from checkpoint_engine import Layout, pinned_memory
 from checkpoint_engine.host_buffers import MAX_SPARE_BUFFERS, HostBuffers
 from checkpoint_engine.pinned_memory import EXACT_FROM_BYTES, pinned, pinned_bytes
-from checkpoint_engine.side_stream import HostCopy
 
 SMALL = 3 * mmap.PAGESIZE
 """Size from which buffers are page-locked by themselves in these tests."""
@@ -91,13 +89,6 @@ def test_what_is_locked_is_what_the_plan_counts_and_is_released_with_the_last_re
     assert driver.locked == {} and driver.released == [pinned_bytes(nbytes)]
 
 
-def test_memory_that_cannot_be_locked_is_an_error_with_its_size(driver: Driver) -> None:
-    driver.refuses = 2
-    with pytest.raises(MemoryError, match=rf"CUDA can't page-lock {SMALL:,} bytes of host memory: error 2"):
-        pinned(SMALL)
-    assert driver.locked == {} and driver.released == []
-
-
 def test_buffers_that_are_sent_are_locked_once_and_released_when_too_many_are_spare(driver: Driver) -> None:
     layout = Layout.of({"weight": torch.empty(SMALL, dtype=torch.uint8), "bias": torch.empty(3)})
     buffers = HostBuffers(layout, pinned=True)
@@ -110,24 +101,3 @@ def test_buffers_that_are_sent_are_locked_once_and_released_when_too_many_are_sp
     gc.collect()
     assert len(driver.locked) == MAX_SPARE_BUFFERS + 1 and len(driver.released) == 1
     assert again.data.ctypes.data in driver.locked
-
-
-@pytest.mark.parametrize("waited", [False, True])
-def test_memory_is_released_after_a_copy_that_is_dropped_on_its_way(driver: Driver, waited: bool) -> None:
-    locked_at_the_end = list[int]()
-
-    class Event:
-        def synchronize(self) -> None:
-            locked_at_the_end.append(len(driver.locked))
-
-    side = SimpleNamespace(current=nullcontext, record=Event)
-    buffer = pinned(SMALL)
-    copy = HostCopy(torch.ones(SMALL, dtype=torch.uint8), buffer, side)  # type: ignore[arg-type]
-    if waited:
-        copy.wait(SMALL)
-    del buffer
-    gc.collect()
-    assert len(driver.locked) == 1
-    del copy
-    gc.collect()
-    assert locked_at_the_end == [1] and driver.locked == {}

@@ -85,17 +85,3 @@ def test_staged_bytes_that_are_not_those_of_tensors_together_are_named(victim: s
     assert publisher.retained() == ()
     for version in (0, 1):
         publisher.stage(version, deadline=0.0)  # its place was freed
-
-
-def test_a_parameter_that_was_re_pointed_is_staged_from_its_new_memory() -> None:
-    live = {name: torch.nn.Parameter(tensor) for name, tensor in together(tensors()).items()}
-    publisher = Publisher(live, retain=3)
-    publisher.stage(0)
-    publisher.seal(0)
-    live["a"].data = torch.ones(SHAPES["a"])
-    publisher.stage(1)
-    header = publisher.seal(1)
-    assert torch.equal(publisher.layout.views(torch.from_numpy(publisher.payload(1)[1]))["a"], torch.ones(SHAPES["a"]))
-    live["a"].data = torch.ones(SHAPES["a"])
-    publisher.stage(2)
-    assert publisher.seal(2).digests == header.digests != publisher.seal(0).digests

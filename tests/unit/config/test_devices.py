@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_flowrl.config.check import RESERVED, ConfigError, check, environment_refusal, may_share, nccl_obstacle
+from async_flowrl.config.check import RESERVED, ConfigError, check, may_share, nccl_obstacle
 from async_flowrl.config.compose import compose_config
 from separation.rendezvous import GLOO_INTERFACE, join, leave, open_store
 from separation.worker_process import thread_environment
@@ -54,46 +54,6 @@ def test_shares_of_a_device() -> None:
     assert not may_share(0.5, 0.6) and not may_share(0, 0.5) and not may_share(1, 0)
 
 
-def test_trainer_ranks_that_would_meet_on_one_device_are_refused() -> None:
-    two = ("trainer.num_workers=2", "trainer.micro_batch_size=4")
-    with pytest.raises(ConfigError, match=r"gpus_per_worker=0.5 lets two of the 2 trainer ranks share a device"):
-        check(compose_config(overrides=[*two, "trainer.gpus_per_worker=0.5"]))
-    for apart in ("trainer.gpus_per_worker=0.6", "trainer.gpus_per_worker=0", "trainer.num_workers=1"):
-        check(compose_config(overrides=[*two, apart]))
-
-
-ENVIRONMENTS = {
-    "devices": (
-        "+trainer.environment={CUDA_VISIBLE_DEVICES: '0'}",
-        "cannot set CUDA_VISIBLE_DEVICES: each worker",
-    ),
-    "threads": (
-        "+reward.environment={OMP_NUM_THREADS: 4}",
-        "cannot set OMP_NUM_THREADS: it follows",
-    ),
-    "determinism": (
-        "+rollout.environment={CUBLAS_WORKSPACE_CONFIG: ':16:8'}",
-        "rollout.environment cannot set CUBLAS_WORKSPACE_CONFIG: it follows from deterministic",
-    ),
-    "what is read before": ("+rollout.environment={LD_PRELOAD: a.so}", "export it where Ray is started"),
-    "malloc's parameters": ("+trainer.environment={MALLOC_TOP_PAD_: '0'}", "read when a process starts"),
-    "another cache": ("+rollout.environment={HF_HOME: /models}", "all pools of a node share one cache of the hub"),
-    "YAML's true": ("+rollout.environment={SOME_FLAG: true}", "rollout.environment.SOME_FLAG must be text, got True"),
-    "not a dictionary": ("rollout.environment=3", "rollout.environment must be a dictionary of texts"),
-    "a name that is none": (r"+rollout.environment={A\=B: c}", "no name of an environment variable: 'A=B'"),
-    "no text at all": ("+rollout.environment={A: null}", "'rollout.environment.A' is not Optional"),
-}
-
-
-@pytest.mark.parametrize("case", ENVIRONMENTS)
-def test_environments_that_are_refused(case: str) -> None:
-    override, told = ENVIRONMENTS[case]
-    with pytest.raises(ConfigError) as refused:
-        check(compose_config(overrides=[override]))
-    assert told in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
 def test_environments_that_are_taken() -> None:
     given = "+rollout.environment={NCCL_SOCKET_IFNAME: eth0, NCCL_IB_DISABLE: 1, LOWER: 'true', EMPTY: ''}"
     config = compose_config(overrides=[given, "+trainer.environment.PYTORCH_CUDA_ALLOC_CONF='max_split_size_mb:512'"])
@@ -105,12 +65,6 @@ def test_environments_that_are_taken() -> None:
         "EMPTY": "",
     }
     assert config.trainer.environment == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-
-
-def test_threads_of_one_process_have_one_environment() -> None:
-    told = environment_refusal("reward.environment", {"API_KEY": "x"}, "local")
-    assert told is not None and "got API_KEY with runtime.backend=local" in told and "export it" in told
-    assert environment_refusal("reward.environment", {}, "local") is None
 
 
 def test_every_variable_that_pools_set_themselves_is_taken() -> None:

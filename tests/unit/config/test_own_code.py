@@ -42,21 +42,6 @@ def test_a_file_is_found_from_another_folder_with_what_lies_beside_it(
     assert named is import_named("key", f"{folder}/elsewhere/../own_file.py:redness")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("../own_file.py:rednes", "did you mean 'redness'"),
-        ("../nothing.py:redness", "FileNotFoundError"),
-        ("../own_file.py", r"pkg\.module:attr or file\.py:attr"),
-    ],
-)
-@pytest.mark.usefixtures("folder")
-def test_a_wrong_file_or_name_is_said(name: str, said: str) -> None:
-    config = compose_config("sync", ["reward.terms={r: {name: '" + name + "'}}"])
-    with pytest.raises(ValueError, match=said):
-        check_rewards(config.reward)
-
-
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
 def test_the_algorithm_of_the_docs_is_one_in_every_mode(folder: Path, mode: str) -> None:
     page = (ROOT / "docs/algorithms.md").read_text().split("## Your own")[1]
@@ -64,11 +49,3 @@ def test_the_algorithm_of_the_docs_is_one_in_every_mode(folder: Path, mode: str)
     (folder / "docs_algorithm.py").write_text(snippet)
     config = compose_config(mode, ["algorithm.name=../docs_algorithm.py:Unclipped"])
     assert build_algorithm(config).name == "unclipped"
-
-
-def test_a_forgotten_ending_and_a_relative_import_are_named(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from .other import f\n")
-    with pytest.raises(ValueError, match=r"a file is written file\.py:attr$"):
-        import_named("reward", f"{tmp_path}/mine:f")
-    with pytest.raises(ValueError, match=r"relative imports .* is named as a module, pkg\.module:attr$"):
-        import_named("reward", f"{tmp_path}/mine.py:f")

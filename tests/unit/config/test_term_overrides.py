@@ -2,7 +2,6 @@
 
 import pytest
 
-from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config, with_replaced_terms
 
 
@@ -50,21 +49,6 @@ def test_a_sweep_is_replaced_job_by_job() -> None:
         "~reward.terms.color",
         "+reward.terms={ocr: {}},{color: {weight: 2}}",
     ]
-
-
-def test_what_is_no_dictionary_is_refused_as_before() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.terms must be a dictionary of rewards"):
-        terms("reward.terms=3")
-    with pytest.raises(ConfigError, match=r"no term 'ocr'; one is added whole, like '\+reward\.terms\.ocr="):
-        terms("reward.terms.ocr.weight=3")
-
-
-def test_quoted_names_and_misspelt_keys_of_a_dictionary_are_refused_with_the_cure() -> None:
-    for quoted in ('{"ocr": {weight: 1}}', "{'ocr': {}}", '{ocr: {}, "color": {}}'):
-        with pytest.raises(ConfigError, match="names in braces stand without quotes"):
-            terms(f"reward.terms={quoted}")
-    with pytest.raises(ConfigError, match=r"a key of reward\.terms\.ocr .*got 'weihgt'; did you mean 'weight'"):
-        terms("reward.terms={ocr: {weihgt: 2}}")
 
 
 def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:

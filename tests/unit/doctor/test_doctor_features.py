@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.run.features import FEATURES, feature_findings, missing, modules, needed, optional_finding
-from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING, Finding
-from async_flowrl.run.machines import Machine, importable, seats
+from async_flowrl.run.features import feature_findings, needed
+from async_flowrl.run.findings import FAILED, OK, WARNING, Finding
+from async_flowrl.run.machines import Machine, seats
 from separation.cluster_probe import Node
 from separation.group import PoolSpec
 
@@ -74,40 +73,6 @@ def test_nodes_with_room_for_a_worker_must_have_what_it_needs() -> None:
     assert wrong["optional cupy"].sentence == "second (room for trainer, rollout): no cupy: pip install"
     assert wrong["optional reward hps"].sentence == "head (room for reward): no ftfy: pip install"
     assert "extra hps" in wrong["optional reward hps"].advice
-
-
-def test_a_feature_for_gpus_needs_a_gpu_on_the_node() -> None:
-    """Where no node has a GPU, the workers take the custom resource of their pool's name, and CPUs."""
-    given = config("checkpoint_engine.transport=nccl")
-    both = {"trainer": 1.0, "rollout": 1.0}
-    assert found(given, [node("a", GPU=2)], {})["optional NCCL"].status == OK
-    without = found(given, [node("a", **both)], {})["optional NCCL"]
-    assert (without.status, without.sentence) == (FAILED, "a (room for trainer, rollout): no GPU")
-    assert found(given, [node("a", CPU=0)], {})["optional NCCL"].status == SKIPPED
-
-
-def test_what_the_drivers_machine_lacks_is_asked_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking() -> None:
-        raise ValueError("no vllm")
-
-    monkeypatch.setitem(FEATURES, "vllm-omni", replace(FEATURES["vllm-omni"], check=lacking))
-    given = config("rollout.engine=vllm_omni")
-    assert optional_finding("vllm-omni", given).status == FAILED
-    assert optional_finding("vllm-omni", config()).status == SKIPPED
-    assert optional_finding("vllm-omni", None).status == SKIPPED
-    given.runtime.address = "10.0.0.1:6379"
-    there = optional_finding("vllm-omni", given)
-    assert there.status == SKIPPED and "each node is asked" in there.advice
-
-
-def test_an_empty_folder_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is what an uninstalled package may leave; Python takes it for a namespace."""
-    (tmp_path / "left_over").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert not importable("left_over") and importable("json") and importable("sys")
-    with pytest.raises(ValueError, match=r"no left_over: pip install 'async-flowrl\[extra\]'"):
-        modules("extra", "json", "left_over")
-    assert set(missing(list(FEATURES))) <= set(FEATURES)
 
 
 def test_workers_find_a_place_now_or_later_or_never() -> None:

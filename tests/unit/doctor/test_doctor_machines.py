@@ -1,7 +1,7 @@
 """Tests of findings on machines: differences between nodes, and resources that are too small, by name."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -9,17 +9,13 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.host import PoolProcesses
 from async_flowrl.memory.processes import plan_memory
-from async_flowrl.run import machines as told
-from async_flowrl.run import preflight as configuration
 from async_flowrl.run.findings import FAILED, OK, WARNING, Finding
-from async_flowrl.run.machines import Asked, Machine, broadcast_finding, clock_finding, machine_finding, same_findings
+from async_flowrl.run.machines import Machine, broadcast_finding, clock_finding, machine_finding, same_findings
 from async_flowrl.run.preflight import (
     disk_findings,
     memory_finding,
-    modules_of,
     run_folder,
     store_finding,
-    this_machine,
 )
 from separation.cluster_probe import Offset
 
@@ -90,11 +86,6 @@ def test_the_object_store_is_as_large_as_ray_makes_it(shm: int, memory: int, sta
             assert int(machine(shm=shm, memory=memory).object_store) == resolve_object_store_memory(memory)
 
 
-def test_the_object_store_of_a_cluster_is_what_ray_says() -> None:
-    given = machine(shm=GB)
-    assert store_finding(2 * GB, [Machine("a", given.facts, store=3.0 * GB)]).status == OK
-
-
 def test_a_run_directory_that_is_full_locked_or_not_shared() -> None:
     config: Config = compose_config("sync")
     plan, folder = plan_memory(config), run_folder(config)
@@ -114,27 +105,10 @@ def test_a_run_directory_that_is_full_locked_or_not_shared() -> None:
     assert statuses(blind, machine("b", marked=False)) == [OK, FAILED]
 
 
-def test_a_run_directory_grows_with_the_checkpoints_that_it_keeps() -> None:
-    few, many = (compose_config("sync", words) for words in ([], ["save.keep=9"]))
-    here = machine(disks={key: {"free": 1, "total": 1, "writable": True} for key in ("/tmp/ray", run_folder(few))})
-    sizes = [next(disk_findings(each, plan_memory(each), here, [here])).sentence.split()[1] for each in (few, many)]
-    assert float(sizes[0]) < float(sizes[1])
-
-
 @pytest.mark.parametrize(("free", "status"), [(5.1, OK), (4.9, WARNING), (0.3, WARNING), (0.1, FAILED)])
 def test_a_disk_to_which_ray_could_not_spill_is_a_warning_and_a_full_one_a_failure(free: float, status: str) -> None:
     disk = {"free": free * GB, "total": 100 * GB, "device": 1, "writable": True}
     assert machine_finding(machine(disks={"/tmp/ray": disk})).status == status
-
-
-def test_a_folder_that_cannot_hold_rays_sockets_fails_where_a_run_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp/ü")
-    here = told.facts(Asked())
-    assert (
-        machine_finding(Machine("a", here)).status == FAILED
-        and "RAY_TMPDIR=" in machine_finding(Machine("a", here)).line()
-    )
-    assert machine_finding(Machine("a", here, resources={})).status != FAILED
 
 
 def test_clocks_and_broadcast_name_the_node_that_is_off() -> None:
@@ -146,21 +120,3 @@ def test_clocks_and_broadcast_name_the_node_that_is_off() -> None:
     assert fast.status == OK and "a version of 64.0 MB takes 0.20 s" in fast.sentence
     slow = broadcast_finding({"a": 0.001, "b": 3.2}, 32_000_000, 64_000_000)
     assert slow.status == WARNING and "b is slow" in slow.advice
-
-
-def test_modules_that_workers_import_are_those_that_the_configuration_names() -> None:
-    config = Config()
-    config.algorithm.name = "my_algorithms.grpo:build"
-    assert modules_of(config) == ["my_algorithms.grpo"]
-    facts = cast("dict[str, Any]", told.facts(Asked(modules=("json", "surely_missing.module"))))
-    assert facts["lacking"] == ["surely_missing.module"] and facts["marked"]
-
-
-def test_gpus_that_are_hidden_from_a_run_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {"gpus": [{"name": "T400", "memory": 2 * GB}]}
-    monkeypatch.setattr(configuration, "facts", lambda asked: dict(shown))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert this_machine(Asked()).facts["gpus"] == shown["gpus"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert this_machine(Asked()).facts["gpus"] == []

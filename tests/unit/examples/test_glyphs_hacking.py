@@ -4,7 +4,7 @@ import pytest
 
 from async_flowrl.observability.hacking import alarms
 from examples.glyphs.compare import ROOT
-from examples.glyphs.hacking import FROZEN_ON, JUDGED_ON, VARIANTS, as_it_should, load, table
+from examples.glyphs.hacking import FROZEN_ON, JUDGED_ON, VARIANTS, as_it_should, load
 
 RESULTS = ROOT / "examples/glyphs/hacking_results"
 SEEDS = (*FROZEN_ON, *JUDGED_ON)
@@ -27,8 +27,3 @@ def test_stricter_thresholds_would_miss_hacked_runs(
     assert sum(bool(alarms(run)) for run in hacked) == 16
     monkeypatch.setattr(f"async_flowrl.observability.hacking.{threshold}", strict)
     assert sum(bool(alarms(run)) for run in hacked) < 16
-
-
-def test_the_page_shows_the_kept_runs() -> None:
-    page = (ROOT / "examples/glyphs/measured.md").read_text(encoding="utf-8")
-    assert table(RESULTS) in page, "run: python -m examples.glyphs.hacking --draw"

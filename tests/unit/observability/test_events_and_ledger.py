@@ -1,7 +1,6 @@
 """Tests of the files that grow during a run: events, metrics, and the ledger of every worker's time."""
 
 import json
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_flowrl.observability.events import EventLog, effective, read_events
-from async_flowrl.observability.ledger import STATES, PoolLedger, place_of, pool_of
+from async_flowrl.observability.ledger import STATES, PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 
 
@@ -53,25 +52,6 @@ def test_a_line_cut_short_by_a_kill_is_dropped_and_the_file_goes_on(tmp_path: Pa
     with closing(EventLog(path, Clock())) as log:
         log.event("step", step=1)
     assert [event["step"] for event in read_events(path)] == [0, 1]
-
-
-def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"event": "step"}\nnonsense\n{"event": "step"}\n')
-    with pytest.raises(ValueError, match=r"events\.jsonl:2: not JSON"):
-        list(read_events(path))
-
-
-def test_unchanged_states_are_recorded_once(tmp_path: Path) -> None:
-    clock = Clock()
-    ledger = PoolLedger(clock)
-    with closing(EventLog(tmp_path / "events.jsonl", clock, ledger=ledger)) as log:
-        for state in ("idle", "wait_work", "busy", "busy", "gone"):
-            log.state("rollout-0", state)
-            clock.now += 2.0
-    events = list(read_events(tmp_path / "events.jsonl"))
-    assert [(event["time"], event["state"]) for event in events] == [(1000, "idle"), (1004, "busy"), (1008, "idle")]
-    assert ledger.totals()["rollout"] == {"busy": 4.0, "idle": 6.0, "wait_data": 0, "wait_weights": 0, "sync": 0}
 
 
 def test_a_rollback_takes_back_what_was_not_saved() -> None:
@@ -122,17 +102,6 @@ def test_every_instant_of_every_place_is_in_one_state(moves: list[tuple[float, s
             assert value == pytest.approx(sum(lap[pool][state] for lap in laps), abs=1e-6)
 
 
-def test_a_place_that_opens_after_a_lap_takes_no_time_from_the_others() -> None:
-    clock = Clock()
-    ledger = PoolLedger(clock)
-    ledger.enter("reward-0", "busy")
-    clock.now += 10.0
-    ledger.lap()
-    ledger.enter("reward-1", "busy")
-    clock.now += 2.0
-    assert ledger.lap()["reward"]["busy"] == 2.0
-
-
 def test_the_ledger_books_states_to_the_right_pool() -> None:
     clock = Clock()
     ledger = PoolLedger(clock, ["rollout-0", "rollout-1"])
@@ -146,16 +115,6 @@ def test_the_ledger_books_states_to_the_right_pool() -> None:
     assert ledger.wall_seconds == 6.0
 
 
-def test_unknown_states_are_refused() -> None:
-    with pytest.raises(ValueError, match="got 'sleeping' for rollout-0"):
-        PoolLedger(Clock()).enter("rollout-0", "sleeping")
-
-
-def test_names_of_replacements() -> None:
-    assert [place_of(name) for name in ("rollout-0", "rollout-12.3")] == ["rollout-0", "rollout-12"]
-    assert [pool_of(name) for name in ("rollout-0", "rollout-12.3")] == ["rollout", "rollout"]
-
-
 def test_metrics_are_cut_back_and_go_on(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     for step in range(5):
@@ -167,41 +126,3 @@ def test_metrics_are_cut_back_and_go_on(tmp_path: Path) -> None:
         {"step": 0, "loss": 0.0}, {"step": 1, "loss": None}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 9.0},
     ]  # fmt: skip
     assert MetricsLog(tmp_path / "metrics.jsonl").read() == lines
-
-
-def test_metrics_of_a_written_step_can_be_amended(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(0, {"loss": 1.0})
-    log.append(1, {"loss": 2.0})
-    log.amend(0, {"evaluation/reward/mean": 0.5})
-    assert log.read() == [{"step": 0, "loss": 1.0, "evaluation/reward/mean": 0.5}, {"step": 1, "loss": 2.0}]
-    log.amend(1, {"kl_per_update": float("inf")})
-    before = log.path.read_bytes()
-    log.amend(2, {"loss": 0.0})
-    assert log.path.read_bytes() == before, "that step has no line"
-    assert log.read()[1] == {"step": 1, "loss": 2.0, "kl_per_update": None}
-
-
-def test_an_amended_line_is_the_only_one_that_is_read(tmp_path: Path) -> None:
-    """Lines are amended while training goes on, and a long run has many: the other ones are copied as they are."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('not read\n{"step": 7}\n{"step":8}\n')
-    log = MetricsLog(path)
-    log.amend(7, {"loss": 1.0})
-    assert path.read_text() == 'not read\n{"step": 7, "loss": 1.0}\n{"step":8}\n'
-    path.write_text('{"step": 7}\n')
-    log.amend(6, {"loss": 1.0})
-    assert path.read_text() == '{"step": 7}\n'
-
-
-def test_lines_are_cut_back_only_when_nobody_amends_one(tmp_path: Path) -> None:
-    """An attempt that fails does not wait for the thread that amends a line."""
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(0, {})
-    cut = threading.Thread(target=log.truncate, args=(0,))
-    with log._lock:
-        cut.start()
-        cut.join(0.05)
-        assert cut.is_alive() and len(log.read()) == 1
-    cut.join(10)
-    assert not cut.is_alive() and log.read() == []

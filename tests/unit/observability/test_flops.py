@@ -1,6 +1,5 @@
 """Tests of the FLOPs counter against torch's own (which sees no fused attention on CPUs); counting changes nothing."""
 
-import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.config.schema import Config
@@ -46,15 +44,6 @@ def test_training_is_what_torch_counts(policy: Policy, checkpointing: bool) -> N
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs, FlopCounter() as ours:
         forward(policy).square().sum().backward()
     assert ours.total == torchs.get_total_flops() > 0
-
-
-def test_fused_attention_counts_as_much_as_unfused_attention(policy: Policy) -> None:
-    with torch.no_grad():
-        with FlopCounter() as fused:
-            forward(policy)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as unfused:
-            forward(policy)
-    assert fused.total == unfused.get_total_flops() > 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -101,13 +90,6 @@ def test_frozen_weights_cost_no_gradient_of_theirs() -> None:
     assert counter.total == 2 * 5 * (8 * 16 + 16 * 4) + 2 * 5 * 16 * 4
 
 
-def test_the_meta_device_counts_without_computing() -> None:
-    layer = nn.Linear(1 << 15, 1 << 15, bias=False, device="meta")
-    with FlopCounter() as counter:
-        layer(torch.empty(4, 1 << 15, device="meta"))
-    assert counter.total == 2 * 4 * 2**30
-
-
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [
@@ -127,35 +109,3 @@ def test_the_meta_device_counts_without_computing() -> None:
 )
 def test_the_peak_of_a_card_by_its_whole_name(name: str, teraflops: float | None) -> None:
     assert tensor_peak(name) == (None if teraflops is None else teraflops * 1e12)
-
-
-def test_threads_count_their_own_work() -> None:
-    """Workers of the local backend share a process."""
-    both_in, first_out = threading.Barrier(2), threading.Event()
-    totals = {}
-
-    def work(name: str, rows: int) -> None:
-        with FlopCounter() as counter:
-            both_in.wait(10)
-            x = torch.ones(1, 1, rows, 8, requires_grad=True)
-            scaled_dot_product_attention(x, x, x).sum().backward()
-            if name == "second":
-                first_out.wait(10)
-        first_out.set()
-        totals[name] = counter.total
-
-    threads = [threading.Thread(target=work, args=each) for each in (("first", 4), ("second", 16))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert totals == {"first": 7 * 2 * 4 * 4 * 8, "second": 7 * 2 * 16 * 16 * 8}
-
-
-def test_a_compiled_network_is_not_counted() -> None:
-    module = nn.Sequential(nn.Linear(4, 4))
-    module[0].compile(backend="eager")
-    meter = Meter(module)
-    with meter.measure("shape"):
-        module(torch.ones(2, 4))
-    assert meter.flops("shape") is None

@@ -73,14 +73,6 @@ def test_there_is_no_alarm_without_both(reward: Sequence[float], ocr: Sequence[f
     assert versions(made) == []
 
 
-def test_a_fall_from_the_best_is_seen_before_it_is_one_from_the_start() -> None:
-    made = history(np.random.default_rng(3), (0, 0.3, 0.6, 0.9, 1.2), ocr=(0.2, 0.6, 1.0, 0.6, 0.3))
-    first = alarms(made)[0]
-    assert (first.since, first.version) in {(20, 30), (20, 40)}
-    (now,) = (each for each in made if each.version == first.version)
-    assert now.curves["ocr"].estimate.mean > 0.2
-
-
 def test_the_sign_of_the_weight_says_which_way_is_worse_and_weight_zero_is_only_shown() -> None:
     rng = np.random.default_rng(4)
     worse = (0.0, 0.5, 1.0, 1.5)
@@ -104,11 +96,6 @@ def test_evaluations_of_other_prompts_or_noises_and_the_baseline_are_not_compare
     assert 10 not in versions(mixed[:2]) and versions(mixed[:2]) == []
     baseline = evaluation(0, baseline=True, **_arrays(made[0]))
     assert versions([baseline, *made[1:2]]) == []
-
-
-def test_two_prompts_are_too_few_to_be_sure_of_anything() -> None:
-    made = history(np.random.default_rng(7), RISING, prompts=2, ocr=(0.5, 0.2, 0.1, 0.0))
-    assert versions(made) == []
 
 
 def false_alarms(names: Sequence[str], *, looks: int, runs: int, seed: int) -> int:

@@ -8,8 +8,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.bottleneck import verdict
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.summary import Outcome, summarise
-from async_flowrl.observability.timeline import by_device, device_time, tracks
-from async_flowrl.report.schedule import _places
+from async_flowrl.observability.timeline import device_time, tracks
 from tests.support.toy import Timing
 from tests.support.toy_shared import ENDING, TRAINING, shared_config, shared_virtual
 
@@ -27,20 +26,6 @@ def ticket(time: float, state: str, ordinal: int = 0, kind: str = "train", group
 
 def said(*events: dict[str, Any]) -> str:
     return verdict(tracks(events), events, placement="shared")
-
-
-def test_devices_are_the_limit_where_they_always_compute() -> None:
-    assert said(span("rollout-0", 0, 7), span("trainer-0", 7, 9.5), STEP) == (
-        "Shared processes sampled 70% and trained 25% of the time: the devices are the limit, and neither phase waits "
-        "for the other."
-    )
-
-
-def test_rewards_are_the_limit_where_devices_wait_while_one_is_made() -> None:
-    scored = [ticket(5, "SCORING"), ticket(8, "READY"), ticket(0, "SCORING", 1, "evaluation")]
-    sentence = said(span("rollout-0", 0, 5), span("trainer-0", 8, 10), *scored, STEP)
-    assert "sampled 50% and trained 20%" in sentence
-    assert "Rewards are the limit: devices had nothing to do 30% of the time, 30% while a reward was made" in sentence
 
 
 def test_time_in_which_both_parts_work_counts_once() -> None:
@@ -66,38 +51,6 @@ def test_a_group_waits_for_its_reward_only_once_all_its_tickets_have_images() ->
     assert found is not None
     assert (found.idle, found.rewards, found.barrier) == pytest.approx((0.15, 0.0, 0.15))
     assert "The end of a step is the limit" in said(*events)
-
-
-def test_the_end_of_a_step_is_the_limit_where_devices_wait_for_each_other() -> None:
-    two = [span("rollout-0", 0, 6), span("rollout-1", 0, 3), span("trainer-0", 6, 10), span("trainer-1", 6, 8)]
-    sentence = said(*two, STEP)
-    assert "sampled 45% and trained 30%" in sentence
-    assert "The end of a step is the limit" in sentence and "25% while another one computed" in sentence
-
-
-def test_what_is_neither_lies_between_steps() -> None:
-    sentence = said(span("rollout-0", 0, 4), span("trainer-0", 4, 7), STEP)
-    assert "had nothing to do 30% of it, mostly between steps" in sentence
-
-
-def test_the_time_before_it_was_resumed_does_not_count() -> None:
-    resumed = {"time": 1000.0, "event": "rollback", "step": 1}
-    later = {"time": 1010.0, "event": "step", "step": 1, "started": 1000.0, "ended": 1010.0}
-    sentence = said(span("rollout-0", 0, 10), STEP, resumed, span("trainer-0", 1000, 1010), later)
-    assert sentence.startswith("Shared processes sampled 0% and trained 100% of the time: the devices are the limit")
-
-
-def test_what_one_part_does_is_no_wait_of_the_other() -> None:
-    events = [
-        {"time": 0.0, "event": "state", "worker": "trainer-0", "state": "wait_data"},
-        span("trainer-1", 0, 1),
-        span("rollout-0", 0, 6),
-        span("trainer-0", 8, 10),
-        STEP,
-    ]
-    found = by_device(tracks(events))
-    assert [track.place for track in _places(found)] == ["rollout-0", "trainer-0", "trainer-1"]
-    assert found[1].intervals("wait_data") == [(6, 8)]
 
 
 def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices_worked() -> None:
@@ -149,22 +102,3 @@ def test_three_devices_with_ten_uneven_tickets_wait_for_each_other_only_on_polic
     )
     separate = summarise(Config(), [], events, Outcome(60.0, "", {}, {}, {}))["devices"]
     assert separate == dict.fromkeys(summary), "the keys are there"
-
-
-def test_swaps_are_added_up() -> None:
-    lines: list[Any] = [{"step": step, "reward/mean": 0.0, "pool/rollout/swaps": step} for step in range(4)]
-    assert summarise(Config(), lines, [], Outcome(60.0, "", {}, {}, {}))["swaps"] == 6
-
-
-def test_of_a_run_in_virtual_time() -> None:
-    """A reward of 3 s after 4 s of sampling, and nothing to make meanwhile at K = 0; the toy's spans are added."""
-    config = shared_config(0, 1, hand_over="batch", steps=6, reward__num_workers=4)
-    events = recorded(config, Timing(generate=1.0, score=3.0, update=0.5))
-    steps = [event for event in events if event["event"] == "step"]
-    window = steps[2]["started"], steps[-1]["ended"]
-    found = device_time(tracks(events), events, window)
-    assert found is not None
-    assert (found.sampled, found.trained, found.rewards, found.barrier) == pytest.approx(
-        (4 / 9, 2 / 9, 3 / 9, 0.0), abs=0.01
-    )
-    assert "Rewards are the limit" in verdict(tracks(events), events, placement="shared")

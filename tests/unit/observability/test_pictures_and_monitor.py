@@ -32,12 +32,6 @@ def test_a_grid_shows_every_pixel_of_small_images(tmp_path: Path) -> None:
     assert (sheet[:LINE_HEIGHT] != 255).any()
 
 
-@pytest.mark.parametrize(("side", "shown"), [(16, 128), (96, 192), (128, 128), (512, 256)])
-def test_the_size_of_a_cell(tmp_path: Path, side: int, shown: int) -> None:
-    write_grid(tmp_path / "grid.png", ["x"] * 3, [group(4, side, 9)] * 3, [[0.0] * 4] * 3)
-    assert Image.open(tmp_path / "grid.png").size == (4 * shown + 3 * GAP, LINE_HEIGHT + 3 * (2 * LINE_HEIGHT + shown))
-
-
 def test_a_grid_shows_and_keeps_what_rewards_say_of_its_images(tmp_path: Path) -> None:
     said = {"ocr": {"read": ("HELLO", ""), "sure": (0.25, 0.5)}}
     scores = [Scores((0.5, -1.0), {"ocr": (0.5, -1.0)}, extras=said)]
@@ -161,42 +155,3 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
         if kind in (1, 4):
             yield whole
             whole = b""
-
-
-def test_a_view_that_fails_is_switched_off_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A network that is down, or a disk that is full, ends no run."""
-    monitor = Monitor(MonitorConfig(tensorboard=True), tmp_path, name="run", settings={})
-    (broken,) = monitor._views
-    broken.log = lambda step, metrics: (_ for _ in ()).throw(OSError("no space left"))  # type: ignore[method-assign]
-    monitor.log(0, {"reward/mean": 0.5})
-    monitor.log(1, {"reward/mean": 0.5})
-    monitor.close()
-    assert monitor.failures == ["monitor tensorboard: OSError: no space left"]
-    assert "the monitor tensorboard is switched off: OSError: no space left" in caplog.text
-
-
-def test_a_view_that_cannot_be_closed_is_named_once(tmp_path: Path) -> None:
-    """W&B sends the last of its data then."""
-    monitor = Monitor(MonitorConfig(tensorboard=True), tmp_path, name="run", settings={})
-    (broken,) = monitor._views
-    broken.close = lambda: (_ for _ in ()).throw(OSError("no route to host"))  # type: ignore[method-assign]
-    monitor.close()
-    monitor.close()
-    assert monitor.failures == ["monitor tensorboard: OSError: no route to host"]
-
-
-def test_a_long_prompt_is_cut_in_a_grid(tmp_path: Path) -> None:
-    write_grid(tmp_path / "grid.png", ["word " * 2_000_000], [group(1, 16, 0)], [[0.0]])
-    assert (tmp_path / "grid.png").exists()
-
-
-@pytest.mark.slow
-def test_wandb_is_offline_unless_somebody_is_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monitor = Monitor(MonitorConfig(wandb=True), tmp_path, name="run", settings={"seed": 0})
-    monitor.log(0, {"reward/mean": 0.5})
-    monitor.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

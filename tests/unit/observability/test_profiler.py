@@ -3,11 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-import torch
-
 from async_flowrl.config.compose import compose_config
-from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import sampling
@@ -37,32 +33,3 @@ def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
     assert written == ["rollout-0-step-000001-ticket-000001.json", "trainer-0-step-000001.json"]
     names = {event["name"] for event in json.loads((tmp_path / "profile" / written[1]).read_text())["traceEvents"]}
     assert any("AddmmBackward" in name for name in names)
-
-
-def test_a_block_that_fails_leaves_no_trace(tmp_path: Path) -> None:
-    config = compose_config("sync", ["profile.steps=[3]", f"output_dir={tmp_path}"])
-    profiler = StepProfiler(config, "rollout-0")
-    with pytest.raises(KeyError), profiler.around(3):
-        raise KeyError
-    with profiler.around(4):
-        torch.ones(2).sum()
-    assert not (tmp_path / "profile").exists()
-    with profiler.around(3):
-        torch.ones(2).sum()
-    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rollout-0-step-000003.json"]
-
-
-def test_of_two_traces_in_one_process_one_is_written_and_the_other_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As of a process that samples step 4 while step 3 of its own training is traced (placement=shared)."""
-    config = compose_config("sync", ["profile.steps=[3,4]", f"output_dir={tmp_path}"])
-    trainer, rollout = StepProfiler(config, "trainer-0"), StepProfiler(config, "rollout-0")
-    with trainer.around(3):
-        with rollout.around(4, "-ticket-000009"):
-            torch.ones(2).sum()
-        assert "no trace of rollout-0-step-000004-ticket-000009: another trace runs in this process" in caplog.text
-    with rollout.around(4, "-ticket-000010"):
-        torch.ones(2).sum()
-    written = sorted(path.name for path in (tmp_path / "profile").iterdir())
-    assert written == ["rollout-0-step-000004-ticket-000010.json", "trainer-0-step-000003.json"]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
-from async_flowrl.observability.summary import Outcome, gradient_kept, mfu, staleness, summarise
+from async_flowrl.observability.summary import Outcome, mfu, summarise
 from async_flowrl.observability.timeline import lanes, trace, tracks, write_timeline
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), max_size=12)
@@ -113,21 +113,6 @@ def test_totals_of_the_summary() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_pools_of_single_terms_and_of_servers_are_counted_with_their_gpus() -> None:
-    config = Config()
-    config.reward.terms = {"ocr": RewardTerm(), "own": RewardTerm(workers=3, gpus_per_worker=0.25)}
-    config.reward.terms["hpsv3"] = RewardTerm(serve=ServeConfig(gpus=1.0, replicas=2))
-    config.evaluate.reward.terms = {"judge": RewardTerm(name="vlm_judge", serve=ServeConfig(gpus=4.0))}
-    found = summarise(config, [], [], Outcome(1.0, "", {}, {}, {}))
-    ours = {"rollout": 1, "trainer": 1, "reward": 1, "reward/own": 3}
-    assert found["workers"] == ours | {"server/hpsv3": 2, "server/judge": 1}
-    assert {pool: gpus for pool, gpus in found["gpus_per_worker"].items() if "/" in pool} == {
-        "reward/own": 0.25,
-        "server/hpsv3": 1.0,
-        "server/judge": 4.0,
-    }
-
-
 def test_flops_are_those_of_the_steady_state_and_a_share_of_the_peak() -> None:
     events = list(made_up(20, 2.0, 1.0, 1, 2))
     for event in events:
@@ -142,16 +127,6 @@ def test_flops_are_those_of_the_steady_state_and_a_share_of_the_peak() -> None:
     assert unknown["mfu"] == {"rollout": None}
     assert mfu(known) == f"rollout {known['mfu']['rollout']:.1%}"
     assert mfu(unknown) == mfu({}) == ""
-
-
-def test_a_trainer_that_stands_still_for_a_version_publishes() -> None:
-    events = [
-        {"time": 1.0, "event": "state", "worker": "trainer-0", "state": "sync"},
-        {"time": 2.0, "event": "state", "worker": "trainer-0", "state": "idle"},
-        {"time": 3.0, "event": "state", "worker": "trainer-0", "state": "busy"},
-    ]
-    blocks = {e["name"]: e["dur"] for e in trace(events)["traceEvents"] if e["ph"] == "X"}
-    assert blocks == {"publish": 1e6, "idle": 1e6}
 
 
 def test_times_of_a_resumed_run_are_those_of_its_last_life() -> None:
@@ -178,34 +153,6 @@ def test_a_run_too_short_for_a_steady_state_says_null(steps: int) -> None:
     assert found["efficiency"] is None
     assert found["overlap"]["share"] is None
     json.dumps(found, allow_nan=False)
-
-
-def test_gradient_kept_is_counted_by_age() -> None:
-    lines = [{"kept/0": 90, "kept_of/0": 100}, {"kept/1": 30, "kept_of/1": 100, "kept/0": 10, "kept_of/0": 100}]
-    assert gradient_kept(lines) == {"0": 0.5, "1": 0.3}
-
-
-def test_staleness_in_optimizer_steps() -> None:
-    lines = [{"staleness/max": 1, "staleness/mean": 1.0}]
-    assert staleness(lines, updates_per_batch=2)["staleness_updates_max"] == 3
-
-
-def test_waits_are_what_is_left_between_spans() -> None:
-    rollout, trainer = tracks(made_up(6, generation=2.0, update=1.0, max_staleness=0))
-    assert (rollout.place, trainer.place) == ("rollout-0", "trainer-0")
-    assert length(rollout.busy) == pytest.approx(12.0)
-    assert length(rollout.intervals("idle")) == pytest.approx(5.0)
-    assert length(trainer.intervals("wait_data")) == pytest.approx(12.0)
-
-
-def test_a_wait_booked_while_a_span_still_ran_is_cut_back() -> None:
-    events = [
-        {"time": 0.0, "event": "state", "worker": "trainer-0", "state": "wait_data"},
-        {"time": 9.0, "event": "span", "worker": "trainer-0", "name": "forward", "start": 4.0, "end": 6.0},
-        {"time": 10.0, "event": "state", "worker": "trainer-0", "state": "busy"},
-    ]
-    (track,) = tracks(events)
-    assert track.intervals("wait_data") == [(0.0, 4.0), (6.0, 10.0)]
 
 
 def test_a_replacement_shares_the_track_of_the_dead_worker() -> None:

@@ -9,7 +9,6 @@ import pytest
 from async_flowrl.cli.plan import main
 from async_flowrl.cli.plan_from_run import (
     Measured,
-    advice,
     bound_of,
     limit_of,
     measured,
@@ -56,13 +55,6 @@ def test_what_a_run_measured_are_the_seconds_that_its_workers_took(tmp_path: Pat
     assert took.step == pytest.approx(bound_of(config, now), rel=0.1), "with constant times a step takes its formula"
 
 
-def test_rewards_that_limit_a_run_are_named_with_the_workers_that_are_enough(tmp_path: Path) -> None:
-    config, took = learnt(tmp_path, Timing(generate=0.5, update=0.25, score=0.6))
-    now = present(config, took)
-    assert limit_of(took, now) == "rewards" and took.step == pytest.approx(now.overlapped, rel=0.1)
-    assert any("reward.num_workers=3" in sentence for sentence in advice(config, took, []))
-
-
 TOOK = Measured(30.0, 10.0, {"reward": 1.0}, delivery=0.5, step=31.0, busy={})
 
 
@@ -96,9 +88,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["--from-run", str(tmp_path)]) == 2
     with pytest.raises(SystemExit):
         main([])
-
-
-def test_a_run_that_is_too_short_is_named(tmp_path: Path) -> None:
-    config = toy_config(1, steps=1)
-    with pytest.raises(ValueError, match="needs more steps"):
-        measured(run_of(tmp_path, config, Timing()))

@@ -80,11 +80,6 @@ def test_text_encoders_that_share_a_gpu_take_turns_from_host_memory(where: str, 
     assert needed(given, node(1e12, rollout=(0,))) == [2 * VERSION + aside]
 
 
-def test_an_offloaded_base_is_a_share_of_each_rank() -> None:
-    given = config("tune=lora", "trainer.cpu_offload=true", "trainer.shard=full")
-    assert needed(given, node(1e12, trainer=(0, 1))) == [VERSION // 2] * 2
-
-
 def test_a_process_that_samples_and_trains_is_counted_once() -> None:
     given = config("placement=shared", "max_staleness=0", "mode=stream")
     both = needed(given, node(1e12, trainer=(0, 1), rollout=(0, 1)))
@@ -107,14 +102,6 @@ def test_the_first_rank_of_a_lora_counts_the_states_that_are_retained_and_writte
     assert copied_bytes(given, model) == KEPT_BY_RANK * (3 * 4 + 2 * 2) * 1000
 
 
-def test_enough_memory_is_not_mentioned_and_too_little_free_is_a_warning_with_a_remedy() -> None:
-    need = sum(needed(config(), node(1e12)))
-    assert check_hosts(config(), on(node(2 * need), node(2 * need, need))) == []
-    (warning,) = check_hosts(config(), on(node(2 * need), node(2 * need, need - 1)))
-    assert "10.0.0.1" in warning and "2 × rollout worker 7.63" in warning
-    assert "max_staleness=0 mode=stream would" in warning
-
-
 def test_a_node_that_cannot_hold_its_processes_is_refused() -> None:
     given, need = config(), sum(needed(config(), node(1e12)))
     with pytest.raises(ConfigError, match="allow_oom=true tries anyway"):
@@ -123,15 +110,3 @@ def test_a_node_that_cannot_hold_its_processes_is_refused() -> None:
     assert len(check_hosts(given, on(replace(short, memory=replace(short.memory, swap=10))))) == 1
     given.allow_oom = True
     assert len(check_hosts(given, on(node(need - 1)))) == 1
-
-
-def test_many_small_processes_on_a_small_machine_are_not_refused() -> None:
-    given = config("runtime.backend=ray", "tune=lora", "model.dtype=float32")
-    here = node(8e9, trainer=(0, 1), rollout=tuple(range(8)), reward=(0, 1))
-    small = Hosts((here,), StoredElements({"blocks.0.a": 100_000}, 0, 0), {})
-    assert check_hosts(given, small) == check_hosts(replace(given, tune="full"), small) == []
-
-
-def test_a_model_that_cannot_be_planned_is_a_warning() -> None:
-    (warning,) = check_hosts(config("full.freeze=[nothing.*]"), on(node(1e12)))
-    assert "full.freeze: 'nothing.*' matches no" in warning

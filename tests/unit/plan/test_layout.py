@@ -1,12 +1,10 @@
 """Tests of the trainer's layout with `auto`, which comes from the plan that `--memory` prints."""
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from async_flowrl.cli import plan as command
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory import processes, rehearsed
@@ -88,29 +86,3 @@ def test_without_gpus_and_where_nothing_is_auto_nothing_is_planned(monkeypatch: 
     assert found.layout == WHOLE and "no GPU" in found.reasons[0]
     fixed = config("trainer.shard=full", "trainer.num_workers=2")
     assert resolved(fixed, {"trainer": 1}) == Chosen(Layout("full", None, "none"), ())
-
-
-def test_a_model_that_cannot_be_planned_gets_what_needs_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> None:
-        raise ValueError("no shapes")
-
-    monkeypatch.setattr(rehearsed, "_once", unknown)
-    found = resolved(config("trainer.num_workers=2", "lora.rank=3", AUTO), {"trainer": 1 << 40})
-    assert found.layout == Layout("full", None, "full") and "ValueError: no shapes" in found.reasons[0]
-
-
-def printed(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert command.main(["--memory", *words]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_plan_says_what_auto_is_and_names_the_cheapest_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["model.tiny.layers=2", "trainer.num_workers=2"]
-    said = printed(["trainer.gradient_checkpointing=auto", *tiny], capsys)
-    assert "trainer.shard=auto is none and trainer.gradient_checkpointing=auto is none: the cheapest fits" in said
-    dearer = printed(["trainer.gradient_checkpointing=full", "trainer.shard=full", *tiny], capsys)
-    assert "auto would choose trainer.shard none" in dearer
-    assert "the cheapest layout" not in printed(["trainer.shard=none", *tiny], capsys)
-    found = json.loads(printed(["trainer.shard=full", "--json", *tiny], capsys))
-    assert found["layout"]["shard"] == "full" and found["cheapest_layout"]["shard"] == "none"
-    assert 0 < found["trainer_rank"]["activations"] < found["trainer_rank"]["total"]

@@ -1,13 +1,11 @@
 """Tests of rehearsals of `placement=shared`: one process that samples and trains, in the shape of a recipe."""
 
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 
 from async_flowrl.cli.cards import CARDS
-from async_flowrl.cli.rehearse import BOTH, Rehearsal, as_json, by_card, describe, rehearse
+from async_flowrl.cli.rehearse import BOTH, Rehearsal, rehearse
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import in_one, plan_memory
 
@@ -21,13 +19,6 @@ WIDE = ("model.tiny.heads=16", "rollout.resolution=16", "lora.rank=2")
 def rehearsed(*overrides: str) -> Rehearsal:
     given = ["model.tiny.layers=2", *WIDE, *ONE_CARD, *overrides]
     return rehearse(compose_config("one_step_off", given), CARDS["H100"])
-
-
-def on_two(done: Rehearsal) -> Rehearsal:
-    """The same processes, two of each kind."""
-    trainer, rollout = (replace(each, num_workers=2) for each in (done.config.trainer, done.config.rollout))
-    config = replace(done.config, trainer=trainer, rollout=rollout)
-    return replace(done, config=config)
 
 
 def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
@@ -48,16 +39,3 @@ def test_whole_weights_that_are_trained_are_there_twice() -> None:
     shared = rehearsed("placement=shared", "tune=full", "max_staleness=0")
     held = shared.rank.phases["update"].resident + shared.rollout.phases["sample"].resident
     assert shared.rank.frozen_bytes == 0 and shared.peaks()[BOTH].peak >= held
-
-
-def test_its_devices_are_counted_once_and_do_both_one_after_the_other() -> None:
-    shared, separate = (on_two(rehearsed(*placed)) for placed in (("placement=shared",), ()))
-    assert (shared.devices, separate.devices) == (2, 4)
-    said, also = describe(shared), describe(separate)
-    step = shared.estimate.generation + shared.estimate.update
-    assert f"each of 2 processes does both, one after the other: {step:.4g} s" in said
-    assert f"a {BOTH} holds" in said and "is the longer one" in also and "a rollout worker holds" in also
-    cards: Any = [shared.roofline.card]
-    images = shared.config.prompts_per_step * shared.config.group_size / step
-    assert f"{images:.3g}" in by_card(shared, cards)
-    assert set(as_json(shared)["peak"]) == {BOTH.replace(" ", "_")}

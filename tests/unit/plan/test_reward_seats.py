@@ -1,24 +1,19 @@
 """Tests of the seats of reward workers in plans: GPUs, memory where it is known, refusals, and shipped recipes."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from async_flowrl.cli import plan as planner
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config, RewardTerm
-from async_flowrl.memory import processes
-from async_flowrl.memory.devices import check_devices, describe_gpus, gpus_taken, refusal, reward_seats
-from async_flowrl.memory.devices import processes as kinds
+from async_flowrl.memory.devices import check_devices, describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.processes import rollout_footprint
 from async_flowrl.memory.rehearsal.ledger import Allocations
 from async_flowrl.memory.sizes import Sizes
 from async_flowrl.rewards.clip import VIT_H, memory_gib
-from async_flowrl.rewards.registry import memory_gib as said_gib
 from tests.support.fused_attention import fused_attention
 
 GIB = 2**30
@@ -65,13 +60,6 @@ def test_clip_takes_what_it_says() -> None:
     assert (memory_gib("mine"), memory_gib("yuvalkirstain/PickScore_v1", device="cpu")) == (None, 0.0)
 
 
-def test_a_reward_says_its_memory_with_its_options_or_not_at_all() -> None:
-    assert said_gib("judge", judge(2.5)) == 2.5
-    assert said_gib("judge", judge(None)) is said_gib("jpeg_compressibility", RewardTerm()) is None
-    with pytest.raises(ValueError, match=r"reward\.terms\.judge: memory_gib must be a finite number"):
-        said_gib("judge", judge(math.inf))
-
-
 def test_seats_are_counted_among_the_devices() -> None:
     config = seated("reward.gpus_per_worker=0.25", "reward.num_workers=2", judge=judge(workers=2, gpus_per_worker=1))
     assert [(seat.pools, seat.share) for seat in reward_seats(config)] == [(("reward",), 0.25), (("reward/judge",), 1)]
@@ -114,40 +102,9 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
     assert check_devices(config, {"reward/judge": 79 * GIB}) == []
 
 
-def test_the_memory_plan_shows_known_and_unknown_rewards(capsys: pytest.CaptureFixture[str]) -> None:
-    terms = f"{{a: {{name: '{__name__}:Judge', options: {{gib: 3.0}}}}, b: {{name: sharpness}}}}"
-    words = ["model.dtype=float32", "reward.gpus_per_worker=0.1", f"reward.terms={terms}", "--device", "80"]
-    assert planner.main(["--memory", *words]) == 0
-    said = capsys.readouterr().out
-    assert "reward models: a" in said and "3.00" in said
-    assert "a worker of the pool reward fits 0.1 of a device of 79 GiB, " in said
-    assert "left, and what b takes is unknown" in said
-    assert "the run takes 3 devices: trainer 1, rollout 1, reward 1 x 0.1" in said
-    assert planner.main(["--memory", *words[:-2], "--device", "24"]) == 0
-    said = capsys.readouterr().out
-    assert "reward does not fit 0.1 of 23.7 GiB, " in said and "it would fit with reward.gpus_per_worker=0.2" in said
-    assert planner.main(["--memory", *words[:-2], "--device", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "reward does not fit 0.1 of 2 GiB, " in said
-    assert "it needs a whole device of 5 GiB, with reward.gpus_per_worker=1" in said
-
-
 def large_model() -> Sizes:
     """Qwen-Image's sizes."""
     return Sizes(20_300_000_000, 60, int(0.63 * GIB), 0, 421_900_000, 8_292_166_656, 126_900_000, 0, 2, full=False)
-
-
-def test_a_card_that_base_and_encoders_overflow_is_told_what_would_do_and_not_a_smaller_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(processes, "model_sizes", lambda config: large_model())
-    config = compose_config("one_step_off", ["lora.rank=64", "model.dtype=bfloat16"])
-    (worker,) = kinds(config, ["rollout"], lasting=True)
-    said = refusal(worker, config, 24 * GIB)
-    assert "base weights 37.8" in said and "text encoders 15.4" in said and "batch" not in said
-    assert "though not little enough, with rollout.text_encoder=offload (" in said
-    said = refusal(worker, config, 48 * GIB)
-    assert "it would fit with rollout.text_encoder=offload (" in said
 
 
 def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> None:

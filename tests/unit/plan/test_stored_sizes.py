@@ -1,6 +1,5 @@
 """Tests of the sizes of a model by the headers of its files."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,28 +41,6 @@ def test_the_headers_of_the_files_say_the_sizes_of_the_network(family: str) -> N
     assert sizes(by_header) == sizes(real) and by_header.adapter_parameters > 0
     assert by_header.root_bytes == pytest.approx(real.root_bytes, rel=0.01)
     assert stored_sizes(replace(given, tune="lora"), stored, itemsize=2).adapter_parameters == 0
-
-
-def test_frozen_parameters_are_in_no_version() -> None:
-    given = compose_config("one_step_off", ["tune=full", "full.freeze=[proj_out.*]", "model.dtype=bfloat16"])
-    stored = stored_elements(resolve_model(given.model).path)
-    assert sizes(stored_sizes(given, stored, itemsize=2)) == sizes(plan_memory(given).model)
-
-
-def test_second_copies_of_a_part_are_counted_once(tmp_path: Path) -> None:
-    one, other = {"a": torch.zeros(3)}, {"b": torch.zeros(4)}
-    for folder in ("transformer", "text_encoder", "text_encoder_2", "vae"):
-        (tmp_path / folder).mkdir()
-    save_file(one | other, tmp_path / "transformer" / FILE)
-    for name in ("model-00001-of-00002", "model-00002-of-00002.fp16"):
-        save_file(one, tmp_path / "text_encoder" / f"{name}.safetensors")
-    save_file(other, tmp_path / "text_encoder" / "model-00002-of-00002.safetensors")
-    assert stored_elements(str(tmp_path)).text_encoders == 7
-    save_file(one | other, tmp_path / "text_encoder" / "model.safetensors")
-    save_file(one, tmp_path / "text_encoder_2" / "model.safetensors")
-    (tmp_path / "vae" / "config.json").write_text(json.dumps({}))
-    counted = stored_elements(str(tmp_path))
-    assert (counted.transformer, counted.text_encoders, counted.vae) == ({"a": 3, "b": 4}, 10, 0)
 
 
 def test_a_name_is_looked_up_without_reading_its_tensor(tmp_path: Path) -> None:

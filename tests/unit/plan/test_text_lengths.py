@@ -37,20 +37,6 @@ def test_without_the_file_or_with_short_prompts_they_are_the_usual_ones(tmp_path
     assert longest_prompt(config) == USUAL_TOKENS
 
 
-def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
-    assert longest_prompt(configured(tmp_path, [10, LONG])) == 300
-    assert longest_prompt(configured(tmp_path, [10, 2 * LONG])) == 600
-
-
-def test_a_relative_path_is_that_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, length in (("short", 10), ("long", LONG)):
-        (tmp_path / name).mkdir()
-        config = configured(tmp_path / name, [10, length])
-        monkeypatch.chdir(tmp_path / name)
-        config.data.train = "prompts.txt"
-        assert longest_prompt(config) == (USUAL_TOKENS if name == "short" else 300)
-
-
 @pytest.mark.parametrize(
     ("family", "grows"), [("qwen_image", True), ("flux", False), pytest.param("z_image", True, marks=pytest.mark.slow)]
 )

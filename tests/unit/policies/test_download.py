@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub.utils import filter_repo_objects
 
-from async_flowrl.config.hub import components, download, patterns
+from async_flowrl.config.hub import download
 from async_flowrl.config.schema import ModelConfig, TinyConfig
-from async_flowrl.policies.registry import folder_of, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.registry import folder_of, load_policy, resolve_model
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.tiny import build_tiny
 from tests.support.hub import COMMIT, serving, used_here
@@ -59,39 +58,6 @@ def test_every_file_comes_once_and_models_are_loaded_without_asking_the_hub(
     assert hub.fetched() == dict.fromkeys(needed, 1), "diffusers, asked last, finds all of its files as well"
 
 
-def test_what_a_part_needs_the_larger_parts_need_as_well() -> None:
-    index = {
-        "_class_name": "StableDiffusion3Pipeline",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "image_encoder": [None, None],
-        "text_encoder": ["transformers", "CLIPTextModelWithProjection"],
-        "transformer": ["diffusers", "SD3Transformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    folders = components(index)
-    assert folders == ["scheduler", "text_encoder", "transformer", "vae"]
-    files = [
-        "model_index.json",
-        "README.md",
-        "scheduler/scheduler_config.json",
-        "transformer/config.json",
-        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
-        "text_encoder/config.json",
-        "text_encoder/model.safetensors",
-        "text_encoders/clip_g.safetensors",
-        "vae/diffusion_pytorch_model.safetensors",
-    ]
-    wanted = {
-        parts: set(filter_repo_objects(files, allow_patterns=patterns(folders, parts)))
-        for parts in ("structure", "transformer", "all", "offload")
-    }
-    weights = {parts: {name for name in names if name.endswith(".safetensors")} for parts, names in wanted.items()}
-    assert weights["structure"] == set()
-    assert weights["transformer"] == {"transformer/diffusion_pytorch_model-00001-of-00002.safetensors"}
-    assert wanted["structure"] < wanted["transformer"] < wanted["all"] == wanted["offload"]
-    assert wanted["all"] == set(files) - {"README.md", "text_encoders/clip_g.safetensors"}
-
-
 @pytest.fixture
 def unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nobody listens at the hub's address, and nothing may wait: huggingface_hub would, between its retries."""
@@ -105,26 +71,6 @@ def unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     used_here(monkeypatch, tmp_path / "cache", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("time.sleep", sleep)
     return tmp_path / "cache"
-
-
-def test_a_hub_that_is_out_of_reach_is_said_at_once(unreachable_hub: Path) -> None:
-    with pytest.raises(ValueError, match=r"'Qwen/Qwen-Image' was not found: .* the hub cannot be reached"):
-        resolve_model(ModelConfig(path="Qwen/Qwen-Image"))
-
-
-def test_what_is_in_the_cache_is_found_without_the_hub_and_what_is_not_is_named(unreachable_hub: Path) -> None:
-    stored = unreachable_hub / "models--stand--in"
-    snapshot = stored / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (stored / "refs").mkdir()
-    (stored / "refs" / "main").write_text(COMMIT)
-    (snapshot / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
-    found = resolve_model(ModelConfig(path="stand/in", dtype="float32"))
-    assert (found.family, found.revision) == ("qwen_image", COMMIT)
-    with pytest.raises(ValueError, match=r"transformer/config.json of model.path stand/in cannot be read"):
-        shapes_of(found, 32)
-    with pytest.raises(ValueError, match=r"is not in the local cache, and the hub cannot be reached"):
-        resolve_model(ModelConfig(path="stand/in", dtype="auto"))
 
 
 @pytest.mark.parametrize("parts", ["structure", "transformer"])

@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.memory.rehearsal.model import architecture
-from async_flowrl.policies.registry import dtype_of_files, resolve_model
+from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.tiny import build_tiny
-from tests.support.hub import used_here
-from tests.support.tiny import tiny_policy
 
 FILE = "diffusion_pytorch_model.safetensors"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -39,36 +37,11 @@ def model_of(folder: Path, dtype: torch.dtype, *, kept: str = "", shards: int = 
     return model
 
 
-def test_the_tiny_model_is_float32() -> None:
-    assert resolve_model(ModelConfig()).dtype == "float32"
-    assert resolve_model(ModelConfig(dtype="bfloat16")).dtype == "bfloat16"
-    assert next(tiny_policy(dtype="bfloat16").transformer.parameters()).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("shards", [1, 3])
 def test_most_bytes_decide(tmp_path: Path, shards: int) -> None:
     """Norms are often kept in float32."""
     model = model_of(tmp_path, torch.bfloat16, kept="norm_out", shards=shards)
     assert resolve_model(ModelConfig(path=str(model))).dtype == "bfloat16"
-
-
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "F16"), (torch.float8_e4m3fn, "F8_E4M3")])
-def test_a_dtype_that_nothing_is_computed_in_is_refused(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
-    model = model_of(tmp_path, dtype)
-    told = rf"hold {name} \(100% of their bytes\).*set model\.dtype to bfloat16 or float32"
-    with pytest.raises(ValueError, match=told):
-        resolve_model(ModelConfig(path=str(model)))
-    assert resolve_model(ModelConfig(path=str(model), dtype="bfloat16")).dtype == "bfloat16"
-
-
-def test_files_without_a_header_say_what_to_set(tmp_path: Path) -> None:
-    model = model_of(tmp_path, torch.float32)
-    (model / "transformer" / FILE).write_bytes(b"\x00" * 40)
-    with pytest.raises(ValueError, match=r"model\.dtype=auto cannot be read.*set model\.dtype to bfloat16 or float32"):
-        resolve_model(ModelConfig(path=str(model)))
-    (model / "transformer" / FILE).unlink()
-    with pytest.raises(ValueError, match=rf"there is no transformer/{FILE}; set model\.dtype"):
-        dtype_of_files(str(model), None)
 
 
 def test_published_models_are_planned_in_what_their_files_hold() -> None:
@@ -118,19 +91,3 @@ def hub(tmp_path: Path) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-
-
-def test_of_a_hub_model_the_header_is_asked_for_and_no_weights(
-    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used_here(monkeypatch, tmp_path / "cache", hub)
-    assert dtype_of_files("Someone/Their-Image", COMMIT) == "bfloat16"
-    assert f"{FILE} bytes=0-100000" in Hub.asked
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))
-
-
-def test_a_hub_that_cannot_be_reached_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used_here(monkeypatch, tmp_path, "http://127.0.0.1:9")
-    start = r"model\.dtype=auto cannot be read off the transformer's files of model\.path Someone/Their-Image: "
-    with pytest.raises(ValueError, match=rf"^{start}.*; set model\.dtype to bfloat16 or float32$"):
-        dtype_of_files("Someone/Their-Image", COMMIT)

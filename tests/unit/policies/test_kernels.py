@@ -1,21 +1,17 @@
 """Tests of attention backends and compiled blocks: equal results, and refusals of unavailable ones."""
 
-import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from async_flowrl.config.resolution import Resolution
-from async_flowrl.policies import kernels
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, use_attention
 from async_flowrl.policies.lora import lora_parameters
-from async_flowrl.policies.registry import ResolvedModel, check_revision, load_policy, resolve_model
+from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
 from tests.support.families import NAMES, adapted, conditioning, how, model_config, policy_of
 from tests.support.shared_models import SharedModels
@@ -45,27 +41,6 @@ def test_compiled_blocks_give_the_same_gradients(checkpointed: bool) -> None:
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(plain, compiled, strict=True))
 
 
-class Block(torch.nn.Module):
-    """Is compiled again for each combination of global settings that its graph depends on."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-
-def settings_in_turn(block: Block) -> int:
-    """Calls the block under 12 combinations of settings, in a thread as a worker's calls are; returns their number."""
-    combinations = list(itertools.product((False, True), (torch.float32, torch.float64, torch.bfloat16), (1, 2)))
-
-    def call() -> None:
-        for gradients, dtype, axes in combinations:
-            with torch.set_grad_enabled(gradients):
-                block(torch.ones((2,) * axes, dtype=dtype))
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(call).result()
-    return len(combinations)
-
-
 def counted(graphs: list[Any]) -> Any:
     """Returns a backend for torch.compile that notes each graph and computes it as it is."""
 
@@ -74,20 +49,6 @@ def counted(graphs: list[Any]) -> Any:
         return graph.forward
 
     return backend
-
-
-def test_a_block_is_compiled_more_often_than_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What trains and what samples in one process share that number; beyond it, nothing is computed uncompiled."""
-    torch._dynamo.reset()
-    block, graphs = Block(), list[Any]()
-    compile_blocks(cast("Policy", SimpleNamespace(blocks=[block])), backend=counted(graphs))
-    assert settings_in_turn(block) == len(graphs) == 12  # torch's own limit is 8
-    torch._dynamo.reset()
-    graphs.clear()
-    monkeypatch.setattr(kernels, "MAX_COMPILATIONS", 10)
-    with pytest.raises(kernels.TooManyCompilations, match="compiled 10 times in this process"):
-        settings_in_turn(block)
-    assert len(graphs) == 10
 
 
 Shape = tuple[Resolution, str, int]
@@ -132,19 +93,6 @@ def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", NAMES)
-def test_blocks_are_compiled_once_more_for_single_images(family: str) -> None:
-    """torch always compiles for a single row separately, whatever came before."""
-    torch._dynamo.reset()
-    policy, graphs = policy_of(family), list[Any]()
-    compile_blocks(policy, backend=counted(graphs))
-    velocities(policy, family, SHAPES[:1])
-    kinds = len(graphs)
-    velocities(policy, family, [(32, "red", 1), (64, "grey", 1)])
-    assert len(graphs) <= 2 * kinds
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_compiled_bits_do_not_depend_on_what_was_made_before(shared_models: SharedModels) -> None:
     """By the compiler that runs use: the same velocities in either order, but for roundings those of plain blocks.
@@ -186,19 +134,3 @@ def test_attention_goes_through_the_backend_or_is_refused(family: str, shared_mo
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
-
-
-def test_unknown_and_missing_backends_are_refused() -> None:
-    transformer = policy_of("flux", parts="transformer").transformer
-    with pytest.raises(ValueError, match=r"model\.attention_backend must be one of .*did you mean 'flash'"):
-        use_attention(transformer, "flsh")
-    with pytest.raises(ValueError, match=r"model\.attention_backend=sage cannot be used: "):
-        use_attention(transformer, "sage")
-
-
-def test_a_resumed_run_has_the_revision_it_began_with() -> None:
-    model = ResolvedModel("Qwen/Qwen-Image", "qwen_image", "new", "bfloat16")
-    check_revision({"model": {"path": "Qwen/Qwen-Image", "revision": "new"}}, model, "step_3")
-    check_revision({"model": {"path": "tiny", "revision": None}}, replace(model, revision=None), "step_3")
-    with pytest.raises(ValueError, match=r"step_3 was trained on revision old .*: set model\.revision=old"):
-        check_revision({"model": {"path": "Qwen/Qwen-Image", "revision": "old"}}, model, "step_3")

@@ -1,7 +1,6 @@
 """Tests of images that are not square against diffusers' pipelines, for each family: schedule, latents and pixels."""
 
 import itertools
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.resolution import Resolution, height_width
-from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
+from async_flowrl.policies.registry import family_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from tests.support.families import NAMES, TEXT, conditioning, how, model_config
 from tests.support.shared_models import SharedModels
@@ -85,65 +84,3 @@ def test_pixels_and_a_replayed_rollout_of_a_rectangle(family: str, shared_models
     )
     again = sde.log_prob(following, transition, sampling.sde_type).float()
     assert np.array_equal(again.numpy(), found.log_probs[:, 0])
-
-
-@pytest.mark.parametrize("family", NAMES)
-def test_sizes_are_known_without_a_model_and_bad_ones_refused_with_the_nearest(family: str) -> None:
-    model = resolve_model(model_config(family))
-    step, near = (32, "32 × 64") if family == "sana" else (16, "32 × 48")
-    assert math.prod(shapes_of(model, (32, 64)).latents) == 2 * math.prod(shapes_of(model, 32).latents)
-    with pytest.raises(ValueError, match=rf"must be multiples of {step}, got 40 × 50, nearest: {near}$"):
-        shapes_of(model, (40, 50))
-    with pytest.raises(ValueError, match=rf"must be multiples of {step}, got 30 × 34, nearest: 32$"):
-        shapes_of(model, (30, 34))
-
-
-LARGEST = {"sd3": (16, 16), "z_image": (64, 64)}
-"""Family → most rows and columns of image tokens of its tiny model; those of Qwen-Image are in the thousands."""
-
-
-@pytest.mark.parametrize("family", LARGEST)
-def test_the_largest_images_are_those_that_the_network_has_positions_for(
-    family: str, shared_models: SharedModels
-) -> None:
-    """One more row or column is refused by the family; diffusers itself fails only inside the network."""
-    policy, (rows, columns) = shared_models.policy(family), LARGEST[family]
-    positive, _ = conditioning(policy)
-    for size in ((16 * rows, 16), (16, 16 * columns)):
-        latents = torch.randn(1, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
-        sampling = replace(how(family), resolution=size)
-        with torch.no_grad():
-            assert policy.velocity(latents, torch.tensor([0.5]), positive, None, sampling).isfinite().all()
-    model = resolve_model(model_config(family))
-    for size in ((16 * (rows + 1), 16), (16, 16 * (columns + 1))):
-        asked = f"{size[0]} × {size[1]}"
-        with pytest.raises(
-            ValueError, match=rf"^resolution must be at most {16 * rows} px .*no positions .*got {asked}$"
-        ):
-            shapes_of(model, size)
-        channels, height, width = policy.latent_shape(16)
-        beyond = torch.randn(1, channels, height * size[0] // 16, width * size[1] // 16)
-        with pytest.raises((ValueError, IndexError)), torch.no_grad():
-            policy._network(beyond, torch.tensor([0.5]), [positive], how(family))
-
-
-def test_the_largest_images_of_qwen_image_leave_positions_for_the_text(shared_models: SharedModels) -> None:
-    """diffusers' table of positions is sliced, so what lies beyond its end would be missing without an error."""
-    policy, text = shared_models.policy("qwen_image"), 512
-    rows, columns = policy.largest_grid
-    for grid, whole in (((rows, 1), True), ((1, columns), True), ((rows + 2, 1), False), ((1, columns + 2), False)):
-        _, positions = policy.transformer.pos_embed([(1, *grid)], max_txt_seq_len=text, device=torch.device("cpu"))
-        assert (len(positions) == text) == whole
-    with pytest.raises(ValueError, match=rf"^resolution must be at most {16 * rows} px for Qwen-Image"):
-        policy.latent_shape((16 * (rows + 1), 16))
-
-
-@pytest.mark.parametrize("family", ["flux", "sana"])
-def test_families_that_compute_positions_have_no_largest_size(family: str, shared_models: SharedModels) -> None:
-    policy = shared_models.policy(family)
-    assert policy.largest_grid is None
-    positive, _ = conditioning(policy)
-    sampling = replace(how(family), resolution=(32, 4096))
-    latents = torch.randn(1, *policy.latent_shape((32, 4096)), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert policy.velocity(latents, torch.tensor([0.5]), positive, None, sampling).isfinite().all()

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -114,28 +113,6 @@ def test_a_trained_term_that_is_the_reward_is_left_out_and_a_held_out_one_stays(
     assert all(evaluation.curves.keys() == {"reward", "held"} for evaluation in read_run(root).evaluations)
 
 
-def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    found = document([tmp_path])
-    assert found["headline"] == "No step has been trained yet."
-    assert found["runs"][0]["bottleneck"] == "Too little was recorded to name a bottleneck."
-    assert found["runs"][0]["timeline"] is None
-    render(found)
-
-
-def test_how_to_go_on_is_the_whole_command(tmp_path: Path) -> None:
-    root = make_run(tmp_path / "my run", config="total_steps: 9\n")
-    (root / ".hydra").mkdir()
-    (root / ".hydra" / "hydra.yaml").write_text("hydra:\n  job:\n    config_name: one_step_off\n")
-    (root / ".hydra" / "overrides.yaml").write_text("- seed=2\n- output_dir=before/${name}\n- resume=never\n")
-    (run,) = document([root])["runs"]
-    assert run["verification"]["typed"] == (
-        "async-flowrl train --config-name one_step_off seed=2 'output_dir=before/${name}' resume=never"
-    )
-    ((_, command),) = run["verification"]["commands"]
-    assert shlex.split(command)[4:] == ["seed=2", f"output_dir={root}", "resume=auto"]
-
-
 def test_what_files_say_is_data(tmp_path: Path) -> None:
     root = make_run(tmp_path / "a<b>&{{script}}")
     page = render(document([root]))
@@ -145,33 +122,3 @@ def test_what_files_say_is_data(tmp_path: Path) -> None:
     assert json.loads(text) == {"a": "</script><!--\u2028"} and "<" not in text and "\u2028" not in text
     with pytest.raises(ValueError, match="JSON"):
         as_data(float("nan"))
-
-
-def test_pools_of_a_shared_run_have_what_their_devices_computed(tmp_path: Path) -> None:
-    """In every step rollout computes for a second, then trainer for another: neither waits while the other computes."""
-    root = make_run(tmp_path / "run", config="name: x\ntotal_steps: 6\nplacement: shared\ngroup_size: 4\n")
-    sync = {"publishes": 7, "bytes": 7 * 2**20, "transport": "object_store"}
-    devices = {"sampled": 0.5, "trained": 0.25, "rewards": 0.05, "barrier": 0.125, "idle": 0.25}
-    summary = {"sync": sync, "efficiency": 0.9, "devices": devices, "swaps": 3}
-    (root / "summary.json").write_text(json.dumps(summary))
-    made = document([root])["runs"][0]
-    shares = {each["pool"]: each["shares"]["busy"] for each in made["pools"]}
-    assert shares == {"rollout": pytest.approx(0.5), "trainer": pytest.approx(0.5)}
-    waits = [each["shares"][state] for each in made["pools"] for state in ("idle", "wait_data", "wait_weights")]
-    assert max(waits) == 0.0
-    facts = dict(made["facts"])
-    assert facts["Placement"] == "shared: each process samples and trains"
-    assert facts["Versions"] == "7 of 1.0 MiB, which every process made itself" and "Weights sent" not in facts
-    assert facts["Efficiency in the steady state: sampling and training ÷ measured"] == "90%"
-    assert made["shared"]
-    assert facts["Time of the devices"] == (
-        "sampled 50%, trained 25%, idle 25% (while a reward was made 5%, while another device computed 12%)"
-    )
-    assert facts["Swaps of the sampled weights"] == "3"
-
-
-def test_the_tickets_are_read_where_they_say_for_how_long_rewards_are_made(tmp_path: Path) -> None:
-    """The verdict on shared processes needs some; other reports leave out the largest part of the file."""
-    for placement, read in (("shared", {"SCORING", "READY"}), ("separate", set())):
-        root = make_run(tmp_path / placement, config=f"name: x\ntotal_steps: 6\nplacement: {placement}\n")
-        assert {event["state"] for event in read_run(root).history if event["event"] == "ticket"} == read

@@ -90,10 +90,6 @@ def runs_out(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     return next(iter(()))
 
 
-def takes_only_images(images: ByteArray) -> Sequence[float]:
-    return [0.0] * len(images)
-
-
 class Judge:
     """Not deterministic, wants targets, keeps something that belongs to one event loop."""
 
@@ -108,18 +104,6 @@ class Judge:
         self.loop = self.loop or asyncio.get_running_loop()
         assert self.loop is asyncio.get_running_loop(), "the worker changed its event loop"
         return [self.bonus + len(prompt.target or "")] * len(images)
-
-
-class Expensive:
-    """Must not be built where configurations are only checked."""
-
-    built = 0
-
-    def __init__(self) -> None:
-        type(self).built += 1
-
-    def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
-        return [0.0] * len(images)
 
 
 def first_pixel_of_one(image: ByteArray, prompt: Prompt, scale: float = 1.0) -> dict[str, float | str]:
@@ -161,27 +145,3 @@ class MeetsItself:
     def __call__(self, image: ByteArray, prompt: Prompt) -> float:
         meeting.wait(timeout=120)
         return 1.0
-
-
-not_callable = 3
-
-
-class NeedsMore:
-    def __init__(self, side: int) -> None:
-        self.side = side
-
-    def __call__(self, images: ByteArray, prompt: Prompt) -> list[float]:
-        return [float(self.side)] * len(images)
-
-
-class NotCallable:
-    def score(self, images: ByteArray, prompt: Prompt) -> list[float]:
-        return [0.0] * len(images)
-
-
-class BreaksWhenBuilt:
-    def __init__(self) -> None:
-        raise KeyError("weights")
-
-    def __call__(self, images: ByteArray, prompt: Prompt) -> list[float]:
-        return [0.0] * len(images)

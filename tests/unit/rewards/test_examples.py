@@ -32,14 +32,6 @@ def test_prepare_writes_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(prompt.system and prompt.system.startswith("Describe the image") for prompt in train)
 
 
-def test_prepare_refuses_prompts_without_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        prepare(monkeypatch, "--out", str(tmp_path), "--train", "prompts/two_prompts.txt")
-    assert "two_prompts.txt:1: the reward needs a target" in capsys.readouterr().err
-
-
 def test_custom_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES / "custom_reward"))
     terms = {

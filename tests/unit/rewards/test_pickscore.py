@@ -1,18 +1,14 @@
 """Tests of PickScore on a tiny random CLIP: the formula, chunks, and refusals."""
 
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.policies.tiny import clip_tokenizer
-from async_flowrl.rewards.clip import Clip, PickScore
-from async_flowrl.rewards.registry import build_reward, check_rewards
+from async_flowrl.rewards.clip import PickScore
 from async_flowrl.types import Prompt
 
 PROMPT = Prompt(0, "a red fox, and then a very long line of words that no CLIP takes in whole when it counts letters")
@@ -57,62 +53,3 @@ def test_the_score_is_the_scaled_cosine_of_image_and_text(folder: Path) -> None:
     assert scores == pytest.approx((model.logit_scale.exp() * cosine / 2).tolist(), rel=1e-5)
     assert len(set(scores)) == 5
     assert scores == PickScore(str(folder), str(folder), scale=2.0, batch_size=2)(images, PROMPT)
-
-
-def test_another_prompt_scores_differently(folder: Path) -> None:
-    reward = PickScore(str(folder), str(folder))
-    assert reward(pictures(1), PROMPT) != reward(pictures(1), Prompt(1, "a snow leopard"))
-
-
-def test_it_is_built_without_its_weights() -> None:
-    options = {"model": "/nowhere", "batch_size": 4}
-    config = RewardConfig(terms={"pickscore": RewardTerm(weight=0.5, options=options)})
-    assert not check_rewards(config)
-    assert build_reward(config).weights == {"pickscore": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale": 0.0}, "scale must be a finite number above 0, got 0.0"),
-        ({"scale": float("inf")}, "scale must be a finite number above 0, got inf"),
-        ({"scale": "half"}, "scale must be a finite number above 0, got 'half'"),
-        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
-        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),
-        ({"device": "gpu"}, r"device must be one of .*, got 'gpu'"),
-        ({"device": "auto:0"}, r"device must be one of .*, got 'auto:0'"),
-        ({"device": "cuda:one"}, r"device must be one of .*, got 'cuda:one'"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, float | str], message: str) -> None:
-    with pytest.raises(ValueError, match=f"reward.terms.pickscore: .*{message}"):
-        build_reward(RewardConfig(terms={"pickscore": RewardTerm(options=dict(options))}))
-
-
-def test_a_gpu_that_the_process_does_not_see_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"device is cuda, and this process sees no GPU.* use auto or cpu"):
-        PickScore(str(folder), str(folder), device="cuda")(pictures(1), PROMPT)
-    assert len(PickScore(str(folder), str(folder), device="auto")(pictures(1), PROMPT)) == 1
-
-
-def test_two_threads_that_ask_at_once_load_the_model_once(folder: Path) -> None:
-    built: list[CLIPModel] = []
-    waits, go_on = Event(), Event()
-
-    def build() -> Any:
-        waits.set()
-        assert go_on.wait(60)
-        built.append(CLIPModel.from_pretrained(folder))
-        return built[-1]
-
-    clip = Clip("PickScore", str(folder), build=build)
-    threads = [Thread(target=clip.load) for _ in range(2)]
-    threads[0].start()
-    assert waits.wait(60)
-    threads[1].start()
-    threads[1].join(0.2)  # long enough to come to the lock that the first thread holds
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert len(built) == 1

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
-from async_flowrl.rewards.registry import build_reward, is_deterministic, keeps_scores
 from async_flowrl.rewards.worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
 
@@ -61,36 +60,6 @@ def test_an_image_that_fails_for_good_fails_its_group_and_not_as_zero() -> None:
     assert judge.calls.count(2) == 2
 
 
-@pytest.mark.parametrize("concurrency", [1, 3])
-def test_as_many_images_at_a_time_as_the_configuration_says(concurrency: int) -> None:
-    _, judge = score(config("PointwiseJudge", concurrency=concurrency))
-    assert judge.most == concurrency
-
-
 def test_plain_functions_run_on_several_threads() -> None:
     scores, _ = score(config("MeetsItself", concurrency=2))
     assert scores.total == (1.0,) * 6
-
-
-def test_what_is_written_down() -> None:
-    assert not is_deterministic(config("PointwiseJudge"))
-    optional = RewardConfig(
-        terms={"color": RewardTerm(), "mine": RewardTerm(name="jpeg_compressibility", required=False)}
-    )
-    assert is_deterministic(optional) and keeps_scores(optional)
-    assert not keeps_scores(RewardConfig(terms={"color": RewardTerm()}))
-    assert keeps_scores(RewardConfig(terms={"color": RewardTerm()}, on_error="skip"))
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [("yes", "pointwise must be True or False at the class itself, got str"), (True, r"called with \(image, prompt\)")],
-)
-def test_a_flag_or_a_signature_that_is_wrong_is_refused(
-    value: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import own_rewards
-
-    monkeypatch.setattr(own_rewards.takes_only_images, "pointwise", value, raising=False)
-    with pytest.raises(ValueError, match=message):
-        build_reward(config("takes_only_images"))

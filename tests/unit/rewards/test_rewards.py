@@ -18,7 +18,7 @@ from async_flowrl.rewards.image_statistics import (
     jpeg_incompressibility,
     sharpness,
 )
-from async_flowrl.rewards.ocr import OCR, normalise, text_score
+from async_flowrl.rewards.ocr import OCR, text_score
 from async_flowrl.rewards.vlm_judge import VLMJudge
 from async_flowrl.types import ByteArray, Prompt
 
@@ -51,16 +51,6 @@ def test_ocr_gives_part_of_the_score_for_a_misspelling(ocr: OCR) -> None:
     assert 0.5 < score < 1.0
 
 
-def test_ocr_is_deterministic_and_independent_of_the_group(ocr: OCR) -> None:
-    images = np.stack([painted("Welcone"), painted("come in")])
-    assert list(ocr(images, SIGN)) == [ocr(image[None], SIGN)[0] for image in images]
-
-
-def test_ocr_refuses_a_prompt_without_target(ocr: OCR) -> None:
-    with pytest.raises(ValueError, match=r"needs a target.*'a sign'"):
-        ocr.check(Prompt(0, "a sign"))
-
-
 ALIKE = {
     "CAFE\u0301": "CAFÉ",
     "ＡＢＣ": "ABC",
@@ -80,11 +70,6 @@ ALIKE = {
 def test_what_looks_alike_is_alike(one: str, other: str) -> None:
     assert text_score(one, other) == text_score(other, one) == 1.0
     assert text_score(one, f"{other}Z") < 1.0
-
-
-def test_plain_letters_are_compared_as_they_always_were() -> None:
-    ascii_text = "".join(map(chr, range(128)))
-    assert normalise(ascii_text) == "".join(ascii_text.lower().split())
 
 
 @pytest.mark.parametrize("target", ["\u200b", "\ufe0f", "\u00ad \u3164", "\u2800"])
@@ -127,15 +112,6 @@ def test_color_is_the_named_channel_minus_the_mean_of_the_others() -> None:
     assert Color()(images, Prompt(0, "red red red red")) == pytest.approx([1.0, -0.5, 0.0, 0.3])
     assert Color()(images, Prompt(0, "Blue sky")) == pytest.approx([-0.5, 1.0, 0.0, -0.3])
     assert Color(channel="green")(images, Prompt(0, "a cat"))[0] == pytest.approx(-0.5)
-
-
-def test_color_refuses_what_names_no_channel() -> None:
-    with pytest.raises(ValueError, match="blue, green, red, got 'gren'; did you mean 'green'"):
-        Color(channel="gren")
-    with pytest.raises(ValueError, match="first word of prompt 'a red house' must be one of"):
-        Color().check(Prompt(0, "a red house"))
-    with pytest.raises(ValueError, match="first word of prompt '  ' must be one of blue, green, red, got ''"):
-        Color().check(Prompt(0, "  "))
 
 
 def test_sharpness_is_the_variance_of_the_laplacian() -> None:

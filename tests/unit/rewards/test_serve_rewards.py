@@ -21,13 +21,6 @@ def test_scores_extras_and_health(url: str) -> None:
     assert httpx.get(f"{url}/health", trust_env=False).json() == {"status": "ok", "version": 1}
 
 
-def test_neighbours_of_one_prompt_and_size_are_a_group(url: str) -> None:
-    asked = body(images=[png(1), png(2), png(3), png(4, width=16)], prompts=["a", "b", "b", "b"])
-    reply = post(f"{url}/v1/score", asked).json()
-    assert reply["scores"] == [1, 2, 3, 4]
-    assert [(extra["prompt"], extra["group"]) for extra in reply["extras"]] == [("a", 1), ("b", 2), ("b", 2), ("b", 1)]
-
-
 def test_the_client_gets_the_bits_that_the_reward_gave(url: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     expected = [float(image.mean()) for image in noise]

@@ -1,22 +1,14 @@
 """Tests of the judge at an OpenAI-compatible endpoint: its requests, its reading of answers, and its place in a run."""
 
-import asyncio
 import json
 import math
-import re
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.ocr import text_score
-from async_flowrl.rewards.registry import check_rewards, is_deterministic
-from async_flowrl.rewards.vlm_judge import VLMJudge
-from async_flowrl.rewards.worker import RewardWorker
 from tests.support.scripted_judge import Request, ScriptedJudge, completion
-from tests.unit.rewards.asked_judge import FAST, IMAGES, PROMPT, ask, by_pixel, judge, pixel, scores
+from tests.unit.rewards.asked_judge import IMAGES, PROMPT, ask, by_pixel, judge, pixel, scores
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -38,13 +30,6 @@ def test_what_is_asked(server: ScriptedJudge) -> None:
     assert (request["model"], request["temperature"], request["seed"], request["max_tokens"]) == ("tiny", 0.0, 3, 256)
     number = request["response_format"]["json_schema"]["schema"]["properties"]["score"]
     assert number == {"type": "number", "minimum": 1.0, "maximum": 10.0}
-
-
-def test_extra_body_adds_replaces_and_takes_away(server: ScriptedJudge) -> None:
-    ask(judge(server, extra_body={"top_p": 0.8, "max_tokens": None, "max_completion_tokens": 9}, structured=False))
-    (request,) = server.requests
-    assert (request["top_p"], request["max_completion_tokens"]) == (0.8, 9)
-    assert not {"max_tokens", "response_format"} & set(request)
 
 
 NUMBERS = ("4.5.1", "4,5", "1,000", "7-8", "7 – 8", "4.5/5", "4.5 / 5", "**4**/5")
@@ -118,64 +103,3 @@ def test_the_expectation_over_listed_answers(server: ScriptedJudge) -> None:
         ServerError, match=r"hold 0\.8 of the probability, less than min_mass=0\.9; the likeliest tokens"
     ):
         ask(judge(server, mode="probabilities", min_mass=0.9))
-
-
-def test_one_to_five(server: ScriptedJudge) -> None:
-    server.behaviour = lambda request: completion("4", first={"4": math.log(0.75), "2": math.log(0.25)})
-    (result,) = ask(judge(server, mode="probabilities", answers={n: n for n in range(1, 6)}))
-    assert result["score"] == pytest.approx(3.5)
-    assert result["p.1"] == 0.0
-
-
-def test_connections_are_pooled_and_capped(server: ScriptedJudge) -> None:
-    async def late(request: Request) -> bytes:
-        await asyncio.sleep(0.02)
-        return by_pixel(request)
-
-    server.behaviour = late
-    images = np.stack([np.full((8, 6, 3), n, np.uint8) for n in range(12)])
-    assert len(scores(judge(server, range=[0, 255], concurrency=3), images)) == 12
-    assert (server.open_most, server.connections) == (3, 3)
-
-
-def test_the_key_is_sent_and_its_absence_is_named(server: ScriptedJudge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    ask(judge(server, api_key_env="JUDGE_KEY"))
-    assert server.headers[0]["authorization"] == "Bearer sk-secret"
-    monkeypatch.delenv("JUDGE_KEY")
-    for value in ("", "sk-\nsecret"):
-        with pytest.raises(ServerError, match="api_key_env=JUDGE_KEY: this variable is n") as raised:
-            ask(judge(server, api_key_env="JUDGE_KEY"))
-        assert "secret" not in str(raised.value) and len(server.requests) == 1
-        monkeypatch.setenv("JUDGE_KEY", value)
-
-
-def test_in_a_reward_worker(server: ScriptedJudge, tmp_path: Path) -> None:
-    """Extras travel with the scores, a failure is the term's, and the cache is in the run directory."""
-    options = {"base_url": server.url, **FAST}
-    config = RewardConfig(terms={"judge": RewardTerm(name="vlm_judge", options=options)})
-    assert not is_deterministic(config)
-    worker = RewardWorker(config, index=0, name="reward-0", folder=tmp_path)
-    try:
-        scored = worker.score(PROMPT, IMAGES)
-        assert scored.by_term == {"judge": (0.7,) * 4}
-        assert scored.extras["judge"]["text"] == ('{"score": 7}',) * 4
-        assert list((tmp_path / "judge_cache").glob("*.jsonl"))
-        server.behaviour = lambda request: completion("NaN")
-        failed = worker.score(PROMPT, IMAGES + np.uint8(1))
-        assert "judge" not in failed.by_term
-        assert re.search(r"reward 'judge' failed .* is no JSON: 'NaN' \(4 of 4", failed.failed["judge"].reason)
-    finally:
-        worker.close()
-
-
-def test_a_server_that_the_run_starts_is_asked(server: ScriptedJudge) -> None:
-    serve = ServeConfig(command="vllm serve tiny --port {port}", environment={"VLLM_API_KEY": "{token}"})
-    term = RewardTerm(name="vlm_judge", options=FAST, serve=serve)
-    assert not check_rewards(RewardConfig(terms={"judge": term}))
-    reward = VLMJudge(**FAST)  # type: ignore[arg-type]
-    with pytest.raises(ServerError, match="no server to ask yet"):
-        ask(reward)
-    reward.connect([server.url.removesuffix("/v1")], "t0ken")
-    assert scores(reward) == [0.7]
-    assert server.headers[0]["authorization"] == "Bearer t0ken"

@@ -2,17 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.endpoint import ServerError
-from async_flowrl.rewards.registry import build_reward
-from async_flowrl.rewards.vlm_judge import VLMJudge
 from async_flowrl.types import Prompt
-from tests.support.scripted_judge import ScriptedJudge, completion, scripted_judge
-from tests.unit.rewards.asked_judge import FAST, IMAGES, ask, by_pixel, judge, pixel, scores
+from tests.support.scripted_judge import ScriptedJudge, completion
+from tests.unit.rewards.asked_judge import IMAGES, ask, by_pixel, judge, pixel, scores
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
@@ -48,17 +45,6 @@ def test_another_judge_is_asked_anew(server: ScriptedJudge, tmp_path: Path, othe
     ask(judge(server, cache=str(tmp_path), base_url="http://127.0.0.1:9/v1"))
 
 
-def test_another_term_is_asked_anew(server: ScriptedJudge, tmp_path: Path) -> None:
-    """Two judges of one name at two addresses, with one cache; a server that moves is the same one."""
-    with scripted_judge(lambda request: completion('{"score": 2}')) as second:
-        for urls in ((server.url, second.url), ("http://127.0.0.1:9/v1",) * 2):
-            options = [{**FAST, "cache": str(tmp_path), "base_url": url} for url in urls]
-            terms = {name: RewardTerm(name="vlm_judge", options=each) for name, each in zip("ab", options, strict=True)}
-            built = build_reward(RewardConfig(terms=terms)).terms
-            assert [scores(cast("VLMJudge", term.reward)) for term in built] == [[0.7], [0.2]]
-    assert (len(server.requests), len(second.requests)) == (1, 1)
-
-
 def test_equal_images_of_a_group_are_asked_once(server: ScriptedJudge) -> None:
     assert scores(judge(server), IMAGES[[0, 1, 0, 0]]) == [0.7] * 4
     assert len(server.requests) == 2
@@ -74,16 +60,6 @@ def test_what_was_answered_before_a_failure_is_kept(server: ScriptedJudge, tmp_p
     assert len(server.requests) == 5
 
 
-def test_what_another_process_adds_is_seen(server: ScriptedJudge, tmp_path: Path) -> None:
-    one, other = (judge(server, cache=str(tmp_path)) for _ in range(2))
-    ask(one, IMAGES[:1])
-    ask(other, IMAGES[1:2])
-    ask(one, IMAGES[1:2])
-    ask(other, IMAGES[:1])
-    assert len(server.requests) == 2
-    assert len(list(tmp_path.glob("*.jsonl"))) == 2
-
-
 def test_a_line_that_a_kill_left_unfinished_is_asked_again(server: ScriptedJudge, tmp_path: Path) -> None:
     ask(judge(server, cache=str(tmp_path)), IMAGES[:2])
     (path,) = tmp_path.glob("*.jsonl")
@@ -93,11 +69,3 @@ def test_a_line_that_a_kill_left_unfinished_is_asked_again(server: ScriptedJudge
     path.write_text("not a line of ours\n")
     with pytest.raises(ValueError, match=re.escape(f"{path}: byte 0 begins no kept reply; delete the file")):
         ask(judge(server, cache=str(tmp_path)))
-
-
-def test_a_folder_that_cannot_be_written_is_a_warning(
-    server: ScriptedJudge, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert scores(judge(server, cache=str(tmp_path / "file" / "cache")), IMAGES[:2]) == [0.7, 0.7]
-    assert "replies are no longer kept in" in caplog.text

@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.processes import rollout_footprint
-from async_flowrl.memory.rehearsed import model_sizes, sampling_bytes
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import decode_by_parts
@@ -37,37 +34,6 @@ def test_tiles_change_only_images_larger_than_a_tile(shared_models: SharedModels
     for side, same in ((32, True), (288, False)):
         latents = torch.randn(1, *plain.latent_shape(side), generator=generator)
         assert torch.equal(plain.decode(latents, side), tiled.decode(latents, side)) == same
-
-
-def test_a_vae_that_cannot_is_refused() -> None:
-    policy = tiny_policy()
-    policy._whole("decode").vae = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"rollout\.vae_tiling=true: Qwen-Image's Identity has no enable_tiling"):
-        policy.decode_by_parts(images=False, tiles=True)
-
-
-def test_plans_count_images_tiles_and_encoders() -> None:
-    words = ["rollout.resolution=384", "group_size=4", "model.dtype=float32"]
-    peaks = {}
-    for more in ((), ("rollout.vae_slicing=true",), ("rollout.vae_slicing=true", "rollout.vae_tiling=true")):
-        config = compose_config("one_step_off", [*words, *more])
-        peaks[len(more)] = sampling_bytes(config)
-    assert peaks[0] > 2 * peaks[1] and peaks[1] > 1.3 * peaks[2]
-    model = model_sizes(config)
-    text = model.text_parameters * model.itemsize
-    parts = {}
-    for where in ("resident", "offload", "cached"):
-        config.rollout.text_encoder = where
-        parts[where] = rollout_footprint(config, model, 1).parts
-    assert [parts[where]["text encoders"] for where in parts] == [text, 0, 0]
-    beside_network = max(1, text - model.base_bytes - model.buffer_bytes)
-    assert [parts[where]["activations"] for where in parts] == [1, text, beside_network]
-
-
-def test_vllm_omni_keeps_its_encoders() -> None:
-    words = ["rollout.engine=vllm_omni", "rollout.text_encoder=cached", "placement=separate"]
-    with pytest.raises(ConfigError, match=r"text_encoder=cached is for rollout\.engine=diffusers.*use offload"):
-        check(compose_config("one_step_off", words))
 
 
 def test_an_encoder_in_the_place_of_the_policys_own_is_asked_alone(shared_models: SharedModels) -> None:

@@ -3,21 +3,15 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from async_flowrl.config.compose import compose_config
-from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout import text_encoder
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.registry import load_engine
 from async_flowrl.rollout.text_encoder import Offloaded, PolicyEncoder, Prompts
 from async_flowrl.types import Conditioning, EncoderInput
-from tests.support.tiny import adapted_policy, request, sampling
 
 
 class Tied(nn.Module):
@@ -67,24 +61,6 @@ def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
     assert [text for _, text, *_ in visited.encoded[3:]] == ["green", "blue"] and visited.visits == 3
 
 
-def test_the_least_recently_used_prompt_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_encoder, "CACHED_PROMPTS", 2)
-    visited = Visited()
-    prompts = prompts_of(visited)
-    for text in ("red", "blue", "green"):
-        prompts.embeddings([(text, None, False), (" ", None, True)])
-    prompts.embeddings([("green", None, False), (" ", None, True)])
-    assert [text for _, text, *_ in visited.encoded] == ["red", " ", "blue", "green"]
-    prompts.embeddings([("red", None, False)])
-    assert visited.encoded[-1][1] == "red"
-
-
-def test_more_prompts_than_the_cache_holds_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_encoder, "CACHED_PROMPTS", 1)
-    found = prompts_of(Visited()).embeddings([("red", None, False), ("blue", None, False)])
-    assert [float(one["prompt_embeds"][0]) for one in found] == [1.0, 2.0]
-
-
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in host memory stands in for the one on a device."""
@@ -108,30 +84,3 @@ def test_a_visit_takes_every_weight_to_the_device_and_back_untouched() -> None:
         module.embedding.weight.data.zero_()
     assert places(module) == home
     assert all(torch.equal(tensor, bits[name]) for name, tensor in module.state_dict().items())
-
-
-@pytest.mark.usefixtures("copied")
-def test_a_visit_ends_when_encoding_fails() -> None:
-    module = Tied()
-    offloaded = Offloaded([module], torch.device("cpu"))
-    home = places(module)
-    with pytest.raises(KeyError), offloaded.visit():
-        raise KeyError("no such token")
-    assert places(module) == home
-
-
-def test_a_model_without_text_encoders_has_none_to_offload() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.text_encoder=offload: .* names no text encoder"):
-        DiffusersEngine(adapted_policy(parts="transformer"), text_encoder="offload")
-
-
-def test_the_configuration_chooses_where_text_encoders_are() -> None:
-    made = {}
-    for where in ("resident", "offload"):
-        config = compose_config("one_step_off", [f"rollout.text_encoder={where}"])
-        engine, _ = load_engine(config, resolve_model(config.model), "cpu")
-        with patch.object(text_encoder, "upload", wraps=text_encoder.upload) as upload:
-            made[where] = engine.generate(request(2, how=sampling(cfg=3.0)))
-            engine.encode([" "])
-        assert (upload.call_count > 0) == (where == "offload")
-    assert np.array_equal(made["resident"].images, made["offload"].images)

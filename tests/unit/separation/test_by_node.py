@@ -8,11 +8,8 @@ from separation.group import PoolSpec
 from separation.node import OtherCode, code_of, compare_code, sees
 from separation.placement import (
     Reservation,
-    ResourcesMissing,
-    address_of,
     check_fits,
     reserve,
-    seating,
     share_of_node,
     totals,
 )
@@ -41,31 +38,9 @@ def test_of_shared_devices_a_node_gives_whole_ones() -> None:
     assert share_of_node({"GPU": 0.25}, 2) == {"GPU": 0.5}
 
 
-def test_too_few_nodes_with_so_much_are_refused_with_who_would_sit_where() -> None:
-    nodes = [EIGHT | A, EIGHT | B, {"CPU": 64.0, "GPU": 2.0} | C]
-    asked = plan(trainer(12, 4), PoolSpec("rollout", "toy", 2, gpus_per_worker=1.0), nodes=nodes)
-    with pytest.raises(ResourcesMissing) as refused:
-        check_fits(asked, nodes)
-    text = str(refused.value)
-    assert text.startswith("4 trainer workers per node need 3 nodes with 4 CPU, 4 GPU, and 2 have that:")
-    assert "10.0.0.1  64 CPU, 8 GPU  trainer-0, trainer-1, trainer-2, trainer-3, rollout-0, rollout-1" in text
-    assert "nowhere                  trainer-8, trainer-9, trainer-10, trainer-11" in text
-
-
 def test_what_fits_is_not_refused() -> None:
     nodes = [EIGHT | A, EIGHT | B]
     check_fits(plan(trainer(8, 4), PoolSpec("rollout", "toy", 8, gpus_per_worker=1.0), nodes=nodes), nodes)
-
-
-def test_a_table_says_nowhere_only_of_what_has_no_room() -> None:
-    table = seating(plan(trainer(2, 1), nodes=[{"GPU": 2.0}]), [{"GPU": 2.0, "CPU": 9.0}, {"GPU": 2.0, "CPU": 9.0} | B])
-    assert "nowhere" not in table and table.splitlines()[1].startswith("?") and "10.0.0.2" in table
-    assert address_of({"node:__internal_head__": 1.0} | A) == "10.0.0.1"
-
-
-def test_workers_per_node_must_divide_the_workers() -> None:
-    with pytest.raises(ValueError, match="workers_per_node=3 of the pool trainer must divide its 4 workers"):
-        trainer(4, 3)
 
 
 def test_code_is_compared_by_what_is_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
 from separation.processes import alive, descendants, identity, kill_remaining, machine, process_of
-from separation.worker_process import resolve, thread_environment
+from separation.worker_process import thread_environment
 from tests.support.virtual import run_virtual
 
 TOY = "tests.unit.separation.toy:Toy"
@@ -42,16 +41,6 @@ def test_a_hung_local_worker_does_not_hold_the_end() -> None:
             await call
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("path", ["no_colon", ":attr", "module:"])
-def test_a_path_without_both_halves_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=r"pkg\.module:attr"):
-        resolve(path)
-
-
-def test_resolve_follows_dots() -> None:
-    assert resolve("pathlib:Path.cwd")() == Path.cwd()
 
 
 def test_threads_of_every_numeric_library_are_set() -> None:

@@ -50,12 +50,6 @@ def test_memory_is_what_the_group_of_a_job_leaves(
     assert (memory.total_memory(), memory.free_memory()) == (1_000_000, 630_000)
 
 
-def test_a_group_whose_use_cannot_be_read_limits_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000000\n")
-    assert memory.total_memory() == 1_000_000
-    assert memory.free_memory() > 1_000_000
-
-
 def test_processes_of_one_place_have_one_namespace_and_one_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

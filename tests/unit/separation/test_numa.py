@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from separation.node import bind, bind_beside, cpus
-
 CHILD = """
 import os, sys, threading
 from pathlib import Path
@@ -28,10 +26,6 @@ def gpu(folder: Path, local: str, node: str = "1") -> Path:
     return folder
 
 
-def test_ranges_as_the_kernel_writes_them() -> None:
-    assert cpus("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11} and cpus("\n") == set()
-
-
 def test_a_process_and_the_threads_it_has_move_to_the_cpus_beside_the_gpu(tmp_path: Path) -> None:
     import os
 
@@ -43,10 +37,3 @@ def test_a_process_and_the_threads_it_has_move_to_the_cpus_beside_the_gpu(tmp_pa
     said, where = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert said == f"bound to 1 of {len(allowed)} CPUs, those of NUMA node 1"
     assert where == f"[{last}] [{last}]", "a thread that was there before is bound, too"
-
-
-def test_nothing_is_done_where_it_would_be_wrong_and_the_reason_is_said(tmp_path: Path) -> None:
-    assert "none of the CPUs" in bind_beside(gpu(tmp_path, "4000-4003"))
-    assert "all CPUs" in bind_beside(gpu(tmp_path, "0-4095", "0"))
-    assert "does not exist" in bind_beside(tmp_path / "missing")
-    assert bind() == "owns no GPU"

@@ -4,14 +4,11 @@ import pytest
 
 from separation.group import PoolSpec
 from separation.placement import (
-    MAX_PROCESSES_PER_CORE,
     ResourcesMissing,
     StoreTooSmall,
     check_fits,
     check_store,
-    describe_spread,
     fewest_gpus,
-    own_cluster,
     packing,
     reserve,
 )
@@ -39,15 +36,6 @@ def test_devices_are_gpus_then_the_custom_resource_then_cpus(
     assert reserve([spec("rollout", 1, gpus=1)], exists)[0].bundles == ({"CPU": 1.0, **device},)
 
 
-def test_a_pool_that_asks_no_gpu_gets_none() -> None:
-    assert reserve([spec("reward", 1)], {"GPU": 4, "reward": 1})[0].bundles == ({"CPU": 1.0},)
-
-
-def test_doubled_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="pool names must differ"):
-        reserve([spec("rollout", 1), spec("rollout", 1)], {})
-
-
 def test_shortage_is_a_table_of_what_was_asked_and_what_exists() -> None:
     taken = reserve([spec("trainer", 2, gpus=1, process_group=True), spec("rollout", 4, gpus=1)], {"GPU": 4})
     with pytest.raises(ResourcesMissing) as caught:
@@ -56,36 +44,6 @@ def test_shortage_is_a_table_of_what_was_asked_and_what_exists() -> None:
     assert ["GPU", "6", "4", "2"] in table
     assert ["CPU", "6", "64", "0"] in table
     assert ["rollout", "4", "1", "CPU,", "1", "GPU", "4", "CPU,", "4", "GPU"] in table
-
-
-def test_a_bundle_that_no_single_node_can_hold_is_refused() -> None:
-    taken = reserve([spec("rollout", 1, gpus=4)], {"GPU": 4})
-    with pytest.raises(ResourcesMissing, match="no node has 1 CPU, 4 GPU together"):
-        check_fits(taken, [{"CPU": 8, "GPU": 2}, {"CPU": 8, "GPU": 2}])
-    check_fits(taken, [{"CPU": 8, "GPU": 4}])
-
-
-def test_our_own_cluster_counts_processes_not_cores_up_to_a_limit() -> None:
-    cpus, custom = own_cluster([spec("rollout", 3, gpus=1), spec("reward", 2)], cores=2)
-    assert cpus == 5
-    assert custom == {"rollout": 3.0}
-    own_cluster([spec("rollout", 2 * MAX_PROCESSES_PER_CORE)], cores=2)
-    with pytest.raises(ResourcesMissing, match="2 cores") as caught:
-        own_cluster([spec("rollout", 2 * MAX_PROCESSES_PER_CORE), spec("reward", 1)], cores=2)
-    assert ["reward", "1", "1"] in [line.split() for line in str(caught.value).splitlines()]
-
-
-@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
-@pytest.mark.parametrize("folder", ["/tmp/ü", "/tmp/" + "long" * 12])
-def test_a_folder_that_cannot_hold_sockets_is_refused_by_name(
-    variable: str, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", "/tmp")
-    monkeypatch.setenv(variable, folder)
-    with pytest.raises(ResourcesMissing, match=f"{variable}=.* set RAY_TMPDIR to"):
-        own_cluster([spec("rollout", 1)], cores=2)
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
-    own_cluster([spec("rollout", 1)], cores=2)
 
 
 def node(gpus: float) -> dict[str, float]:
@@ -107,19 +65,6 @@ def test_a_process_group_stays_on_one_node_where_one_has_enough_free(
 ) -> None:
     (reservation,) = reserve([spec("trainer", 4, gpus=1, process_group=True)], {"GPU": 8})
     assert packing(reservation, free) == strategy
-
-
-def test_the_spread_of_a_process_group_names_nodes_and_ranks() -> None:
-    (reservation,) = reserve([spec("trainer", 3, gpus=1, process_group=True)], {"GPU": 8})
-    assert describe_spread(reservation, ["a", "a", "a"]) == "trainer: on 1 node (a: trainer-0, trainer-1, trainer-2)"
-    assert (
-        describe_spread(reservation, ["a", "b", "a"]) == "trainer: on 2 nodes (a: trainer-0, trainer-2; b: trainer-1)"
-    )
-
-
-def test_a_pools_environment_cannot_say_which_devices_are_seen() -> None:
-    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES of the pool rollout follows from its seats"):
-        PoolSpec("rollout", "pkg.module:factory", 1, environment={"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_store_that_is_too_small_is_refused() -> None:

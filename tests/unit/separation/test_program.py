@@ -5,11 +5,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from separation.program import Program
 
@@ -63,39 +61,6 @@ def test_a_killed_keeper_takes_the_program_and_its_group_along(tmp_path: Path) -
     (left,) = tree(60003)  # what has left the group on purpose
     assert left.cmdline()[-1] == f"7{os.getpid()}60003"
     left.kill()
-
-
-def test_the_end_of_a_killed_keeper_is_seen_by_polling_too(tmp_path: Path) -> None:
-    running = program(tmp_path, 60005)
-    os.kill(running.pid, signal.SIGKILL)
-    while running.exit_code() is None:
-        time.sleep(0.05)
-    assert running.exit_code() == -signal.SIGKILL
-    wait_for(60005, 1)
-    (left,) = tree(60005)
-    left.kill()
-
-
-def test_nothing_is_signalled_once_the_keeper_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pid may belong to another process by then."""
-    sent: list[int] = []
-    kill, killpg = os.kill, os.killpg
-
-    def noted(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def run(pid: int, number: int) -> None:
-            sent.append(number)
-            send(pid, number)
-
-        return run
-
-    monkeypatch.setattr(os, "kill", noted(kill))
-    monkeypatch.setattr(os, "killpg", noted(killpg))
-    ran = Program(["true"], environment=dict(os.environ), log=tmp_path / "log", grace=1)
-    assert ran.wait() == 0
-    assert sent == [signal.SIGKILL]  # what is left of the group, while the keeper is a zombie
-    ran.stop()
-    assert ran.wait() == ran.exit_code() == 0
-    assert sent == [signal.SIGKILL]
 
 
 def test_a_killed_parent_takes_all_along(tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
 """Tests of the seats of a pool that changes its size, without Ray: each test says which nodes have room."""
 
 import asyncio
-import math
-import threading
 from collections.abc import Coroutine
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from separation import ray_internals, ray_pool
+from separation import ray_pool
 from separation.group import NoSeat
 from separation.ray_pool import ReservedSeat, Seats
 
@@ -94,16 +91,6 @@ def test_a_seat_that_is_given_back_is_free_and_asked_for_again(cluster: Cluster)
     within(20.0, main())
 
 
-def test_no_seat_on_a_node_that_is_to_end(cluster: Cluster) -> None:
-    async def main() -> None:
-        seats = Seats({"CPU": 1.0}, 1, [])
-        cluster.ending["a"] = math.inf
-        cluster.room += ["a", "b"]
-        assert (await seats.next()).node == "b" and await seats.departing() == {"a": math.inf}
-
-    within(20.0, main())
-
-
 def test_a_successor_comes_before_a_newcomer_and_goes_without_after_a_while(cluster: Cluster) -> None:
     async def main() -> None:
         seats = Seats({"CPU": 1.0}, 2, [])
@@ -125,47 +112,3 @@ def test_a_successor_comes_before_a_newcomer_and_goes_without_after_a_while(clus
         return ReservedSeat(group, 0, {"CPU": 1.0}, cluster.placed[group])  # type: ignore[arg-type]
 
     within(20.0, main())
-
-
-def test_whoever_is_cancelled_while_ray_answers_leaves_the_seats_in_order(cluster: Cluster) -> None:
-    """An attempt of the run ends: nobody asks any more, but no seat is lost, and the next attempt is answered."""
-
-    async def main() -> None:
-        reserved: list[Any] = []
-        seats = Seats({"CPU": 1.0}, 2, reserved)
-        cluster.room.append("a")
-        place = await seats.next()
-        await cancelled_while_it_asks(seats, seats.departing(), "draining")
-        await cancelled_while_it_asks(seats, seats.give_back(place), "remove_placement_group")
-        assert reserved == [2] and cluster.room == ["a"], "the seat that was to be given back is given back"
-        await cancelled_while_it_asks(seats, seats.next(), "placement_group")
-        assert reserved == [2, 3], "the group that was asked for is known"
-        cluster.room.append("b")
-        assert [(await seats.next()).node, (await seats.next()).node] == ["a", "b"] and cluster.asked == 3
-
-    async def cancelled_while_it_asks(seats: Seats, question: Coroutine[Any, Any, Any], name: str) -> None:
-        asked, answer = threading.Event(), threading.Event()
-        real = getattr(ray_pool, name)
-
-        def held_up(*args: Any, **more: Any) -> Any:
-            asked.set()
-            answer.wait(10.0)
-            return real(*args, **more)
-
-        with mock.patch.object(ray_pool, name, held_up):
-            asking = asyncio.create_task(question)
-            while not asked.is_set():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            asking.cancel()
-            await asyncio.wait([asking])
-            answer.set()
-        await seats.departing()  # comes after it on the thread
-
-    within(20.0, main())
-
-
-def test_the_time_that_a_drained_node_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's deadline is a time of day in milliseconds, and 0 where there is none."""
-    monkeypatch.setattr(ray_internals.time, "time", lambda: 1000.0)
-    monkeypatch.setattr(ray_internals.state, "get_draining_nodes", lambda: {"a": 0, "b": 1_030_000, "c": 900_000})
-    assert ray_internals.draining() == {"a": math.inf, "b": 30.0, "c": 0.0}

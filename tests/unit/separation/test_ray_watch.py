@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from separation.head_watchdog import PATIENCE, HeadLost, patience, watch_address
+from separation.head_watchdog import HeadLost, watch_address
 
 
 def test_a_head_that_is_gone_for_long_enough_is_named() -> None:
@@ -24,12 +24,3 @@ def test_a_head_that_is_gone_for_long_enough_is_named() -> None:
     sentence, survived, after = asyncio.run(scenario())
     assert survived and after >= 0.2
     assert "was out of reach for 0.4 s" in sentence and "resume=auto" in sentence
-
-
-def test_patience_ends_before_rays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PATIENCE, raising=False)
-    assert patience() == 36.0
-    monkeypatch.setenv(PATIENCE, "20")
-    assert patience() == 12.0
-    monkeypatch.setenv(PATIENCE, "soon")
-    assert patience() == 36.0

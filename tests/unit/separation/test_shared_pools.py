@@ -86,25 +86,3 @@ def test_a_death_is_that_of_both_and_is_replaced_once() -> None:
         assert (await two.replace(1)).name == "two-1.3", "a successor that died meanwhile is no successor"
 
     running(main)
-
-
-def test_a_replacement_goes_on_for_others_when_one_no_longer_waits() -> None:
-    async def main(whole: Any, one: SubGroup, two: SubGroup) -> None:
-        asked = asyncio.create_task(one.replace(0))
-        await asyncio.sleep(0)
-        asked.cancel()
-        assert (await two.replace(0)).name == "two-0.1" and built.count("both-0.1") == 1
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-
-    running(main)
-
-
-def test_a_successor_that_cannot_be_built_is_asked_for_again() -> None:
-    async def main(whole: Any, one: SubGroup, two: SubGroup) -> None:
-        whole._incarnations[0] = 8
-        results = await asyncio.gather(one.replace(0), two.replace(0), return_exceptions=True)
-        assert all(isinstance(result, WorkerFailed) for result in results)
-        assert (await two.replace(0)).name == "two-0.10" and (await one.replace(0)).name == "one-0.10"
-
-    running(main)

@@ -10,7 +10,6 @@ from separation.supervise import (
     DeadlineExceeded,
     deadline,
     supervised,
-    together,
 )
 from tests.support.virtual import run_virtual
 
@@ -83,34 +82,6 @@ def test_a_failure_of_the_body_is_first_and_later_ones_are_notes() -> None:
     assert any("while closing" in note for note in caught.value.__notes__)
 
 
-def test_a_failure_while_closing_counts() -> None:
-    async def stubborn() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            raise Boom("while closing")
-
-    async def main() -> None:
-        async with supervised(stubborn()):
-            await asyncio.sleep(1)
-
-    with pytest.raises(Boom, match="while closing"):
-        run_virtual(main())
-
-
-def test_a_body_that_fails_because_it_was_cancelled_does_not_hide_the_cause() -> None:
-    async def main() -> None:
-        async with supervised(fail_after(1, "cause")):
-            try:
-                await asyncio.sleep(100)
-            except asyncio.CancelledError:
-                raise Boom("consequence") from None
-
-    with pytest.raises(Boom, match="cause") as caught:
-        run_virtual(main())
-    assert any("consequence" in note for note in caught.value.__notes__)
-
-
 def test_a_body_that_swallows_the_cancellation_still_ends_with_the_failure() -> None:
     async def swallow() -> None:
         async with supervised(fail_after(1, "cause")):
@@ -138,21 +109,6 @@ def test_a_failure_in_the_instant_the_body_ends_is_not_lost() -> None:
         run_virtual(main())
 
 
-def test_exception_groups_count_as_their_first_member() -> None:
-    async def many() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(fail_after(1, "one"))
-            tasks.create_task(fail_after(1, "two"))
-
-    async def main() -> None:
-        async with supervised(many()):
-            await asyncio.Event().wait()
-
-    with pytest.raises(Boom, match="one") as caught:
-        run_virtual(main())
-    assert any("two" in note for note in caught.value.__notes__)
-
-
 def test_cancellation_from_outside_passes_after_everything_is_closed() -> None:
     log: list[str] = []
 
@@ -172,15 +128,6 @@ def test_cancellation_from_outside_passes_after_everything_is_closed() -> None:
 
     run_virtual(main())
     assert log[0] == "a told"
-
-
-def test_a_task_that_ends_early_ends_nothing_else() -> None:
-    async def main() -> float:
-        async with supervised(asyncio.sleep(1)):
-            await asyncio.sleep(10)
-        return now()
-
-    assert run_virtual(main()) == 10
 
 
 def test_deadline_names_what_was_late_and_asks_for_a_report() -> None:
@@ -219,15 +166,3 @@ def test_deadline_passes_results_own_timeouts_and_cancellations() -> None:
             await task
 
     run_virtual(main())
-
-
-def test_together_raises_the_first_failure_and_waits_for_the_others() -> None:
-    log: list[str] = []
-
-    async def main() -> float:
-        with pytest.raises(Boom, match="first"):
-            await together(tick(log, "a", 1), fail_after(2, "first"))
-        return now()
-
-    assert run_virtual(main()) == 3
-    assert log == ["a told", "a ended"]

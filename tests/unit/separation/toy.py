@@ -96,7 +96,3 @@ class Toy:
         value = torch.tensor(float(dist.get_rank() + 1))
         dist.all_reduce(value)
         return value.item()
-
-
-def current_pid(*_: Any) -> int:
-    return os.getpid()

@@ -5,19 +5,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.shared.worker import SharedStreams, SharedWorker
 from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.rank_model import base_tensors
-from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import RolloutReport
-from checkpoint_engine import weights_digest
 from checkpoint_engine.errors import WeightsMismatch
 from tests.support import trainer_rig as rig
 from tests.support.tiny import request
@@ -42,16 +38,6 @@ def worker(config: Config, *, first: str = "rollout") -> SharedWorker:
     return one
 
 
-class Sampling(rig.Sampler):
-    """Makes groups with the network that a worker samples with."""
-
-    def __init__(self, config: Config, one: SharedWorker) -> None:
-        self.config, self.engine = config, one.rollout.engine  # type: ignore[assignment]
-
-    def latents(self) -> Any:
-        return np.stack([self.group(0, group)[1][0].latents for group in range(self.config.prompts_per_step)])
-
-
 @pytest.fixture(scope="module", params=["rollout", "trainer"])
 def loaded(request: pytest.FixtureRequest) -> SharedWorker:
     return worker(shared_config(), first=request.param)
@@ -70,40 +56,6 @@ def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
     pointers = [{tensor.data_ptr() for tensor in adapter.values()} for adapter in adapters]
     assert not pointers[0] & pointers[1], "each side has an adapter of its own"
     assert not any(tensor.requires_grad for tensor in sampling.values())
-
-
-def test_it_is_the_same_model_as_in_two_processes(loaded: SharedWorker) -> None:
-    config, model = loaded.trainer.config, loaded.trainer.model
-    trainer, rollout = TrainerWorker(config, model, 0, "trainer-0"), RolloutWorker(config, model, 0, "rollout-0")
-    info, alone = trainer.load(), rollout.load()
-    assert info["base_digest"] == alone["base_digest"] == loaded.rollout.load()["base_digest"]
-    assert loaded.trainer.parameters.fingerprint() == trainer.parameters.fingerprint()
-    assert weights_digest(base_tensors(loaded.trainer.policy.transformer)) == weights_digest(
-        base_tensors(trainer.policy.transformer)
-    )
-
-
-def test_it_samples_while_it_loads_what_trains(loaded: SharedWorker) -> None:
-    """A newcomer does. Neither takes a turn for that: what either computes has the same bits as alone."""
-    one = SharedWorker(loaded.trainer.config, loaded.trainer.model, 0, "shared-0")
-    one.rollout.load()
-    sampler = Sampling(loaded.trainer.config, one)
-    calm, made, ended = sampler.latents(), list[Any](), threading.Event()
-
-    def sample() -> None:
-        while not ended.is_set():
-            made.append(sampler.latents())
-
-    beside = threading.Thread(target=sample, daemon=True)
-    beside.start()
-    try:
-        for _ in range(3):
-            one.trainer.load()
-    finally:
-        ended.set()
-        beside.join(60.0)
-    assert made and all(np.array_equal(calm, latents) for latents in made)
-    assert one.trainer.parameters.fingerprint() == loaded.trainer.parameters.fingerprint()
 
 
 def test_whole_weights_that_are_trained_are_not_sampled_with() -> None:
@@ -128,25 +80,6 @@ def test_it_keeps_the_versions_that_it_makes() -> None:
     one.trainer.versions.of(0)[3] += 1.0
     with pytest.raises(WeightsMismatch, match="trainer-0 made other weights of version 0 than the first rank"):
         one.rollout.keep_local(header, "evaluation")
-
-
-def test_it_says_how_long_a_ticket_has_been_at_work(loaded: SharedWorker) -> None:
-    assert loaded.rollout.seconds_at_work() == 0.0
-    with loaded.rollout.turns.sampling():
-        assert loaded.rollout.seconds_at_work() > 0.0
-
-
-def test_a_ticket_that_is_made_while_another_version_is_trained(loaded: SharedWorker) -> None:
-    """The trainer's masters move; what is sampled with does not."""
-    config = loaded.trainer.config
-    sampler = rig.Sampler(config)
-    sampler.load(rig.weights(loaded.trainer))
-    handed = [sampler.group(0, group) for group in range(config.prompts_per_step)]
-    before = {name: tensor.clone() for name, tensor in loaded.rollout.engine.live_tensors().items()}
-    assert rig.update(loaded.trainer, 0, handed).metrics["grad_norm"] > 0
-    assert not rig.equal(rig.weights(loaded.trainer), {name: tensor.numpy() for name, tensor in before.items()})
-    after = loaded.rollout.engine.live_tensors()
-    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:

@@ -50,11 +50,6 @@ def test_training_comes_before_a_ticket_that_was_given_ahead() -> None:
     assert done == ["ticket", "training", "ticket ahead"]
 
 
-def test_the_patience_is_a_tenth_of_the_unit_before_and_has_a_limit() -> None:
-    assert patience(0.5) == pytest.approx(0.05)
-    assert patience(60.0) == 0.25
-
-
 @pytest.mark.parametrize("seconds", [0.5, 60.0])
 @pytest.mark.parametrize("more", [True, False])
 def test_a_ticket_waits_for_more_to_train_but_not_for_ever(more: bool, seconds: float) -> None:
@@ -89,19 +84,3 @@ def test_a_ticket_is_at_work_from_its_turn_on() -> None:
     assert turns.sampled_for() == 7.0
     ticket.end()
     assert turns.sampled_for() == 0.0
-
-
-def test_a_turn_to_train_is_entered_again_inside() -> None:
-    turns, done = Turns(), list[str]()
-    with turns.training():
-        with turns.training():
-            ticket = Unit(turns.sampling, done, "ticket")
-        assert not ticket.inside.wait(0.05)
-    ticket.end()
-
-
-def test_a_unit_that_fails_gives_its_turn_back() -> None:
-    turns = Turns()
-    for turn in (turns.training, turns.sampling, turns.training):
-        with pytest.raises(ValueError, match="broken"), turn():
-            raise ValueError("broken")

@@ -5,14 +5,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from async_flowrl.training.exact import (
-    _CHUNK,
     FIRST_EXPONENT,
     HEADROOM_BITS,
     Account,
@@ -20,10 +18,8 @@ from async_flowrl.training.exact import (
     _read,
     _written,
     fitting_exponent,
-    magnitude,
     mark_of,
 )
-from async_flowrl.training.forward_passes import ForwardPasses
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Summed
 from async_flowrl.training.parts import cut
@@ -74,19 +70,6 @@ def test_no_order_changes_a_bit_and_floats_would() -> None:
     assert not torch.equal(sum(given[1:], given[0]), sum(order[1:], order[0]))
 
 
-def test_chunks_do_not_show() -> None:
-    given = drawn(2, 3, 2 * _CHUNK["cpu"] + 5, 1e-2)
-    ends = [torch.cat([part[:40], part[-40:]]) for part in given]
-    found = added(given, 5)
-    assert torch.cat([found[:40], found[-40:]]).tolist() == referee(ends, FIRST_EXPONENT, 5)
-
-
-def test_a_contribution_leaves_zeros_behind() -> None:
-    total, given = ExactSum(100, CPU), drawn(3, 1, 100, 1.0)[0]
-    largest = float(given.abs().max())
-    assert float(total.add(given)) == largest and not given.any()
-
-
 def test_the_account_is_exact_whoever_holds_its_parts() -> None:
     largest = [3.4e38, 1e-45, 1.5, 0.1, 0.0, 2.0**-149]
     values = [float(np.float32(value)) for value in largest]
@@ -100,15 +83,6 @@ def test_the_account_is_exact_whoever_holds_its_parts() -> None:
     digits = [sum(pair) for pair in zip(*(_written(half) for half in halves), strict=True)]
     assert _read(digits) == whole and max(digits) < 2**32
     assert len({mark_of(s, u, g, p) for s in range(9) for u in range(3) for g in range(9) for p in range(3)}) == 729
-
-
-def test_the_range_ends_where_a_sum_could() -> None:
-    exponent = FIRST_EXPONENT
-    most = Fraction(2) ** 62 * Fraction(2) ** exponent
-    below = Account(1, 0, int((most - Fraction(2) ** exponent) * 2**149))
-    assert below.fits(exponent) and not Account(1, 0, int(most * 2**149)).fits(exponent)
-    assert not replace(below, count=3).fits(exponent), "every contribution may be rounded up by half a multiple"
-    assert magnitude(float(np.float32(1e-45))) == 1
 
 
 @pytest.mark.parametrize("largest", [5000.0, 3e8, 3e38])
@@ -183,14 +157,6 @@ def test_a_sum_that_could_overflow_is_computed_again(handed: list[list[rig.Hande
     assert usual.parameters.fingerprint() == before and usual.versions.newest == 0, "nothing was changed"
 
 
-def test_the_exponent_goes_with_the_checkpoint(handed: list[list[rig.Handed]], tmp_path: object) -> None:
-    worker, other = (rig.trainer(rig.tiny_config()) for _ in range(2))
-    worker.update.exponent = -33
-    rig.update(worker, 0, handed[0])
-    other.restore(worker.save(worker.snapshot(), str(tmp_path), {"version": 1}))
-    assert other.update.exponent == -33
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_named(
     handed: list[list[rig.Handed]], value: float, monkeypatch: pytest.MonkeyPatch
@@ -206,40 +172,3 @@ def test_a_gradient_that_is_not_finite_is_named(
     with pytest.raises(NonFiniteError, match=rf"step 0, group 0: the gradient is {value}"):
         rig.update(worker, 0, handed[0])
     assert worker.parameters.fingerprint() == before
-
-
-def test_a_part_that_is_missing_or_added_twice_ends_the_step(handed: list[list[rig.Handed]]) -> None:
-    worker = rig.trainer(rig.tiny_config())
-    worker.update.begin(0, rig.StepPlan(rows=24))
-    for meta, tickets in handed[0]:
-        worker.update.accumulate([meta], *tickets)
-    worker.update._sum.book(mark_of(0, 0, 0, 0), 0.0)
-    with pytest.raises(RuntimeError, match="step 0: the ranks added 3 parts of groups, and of 2 that were planned"):
-        worker.update.add_up(rig.TrainRequest(0, (), finishes=True))
-
-
-def test_a_sum_that_a_failed_call_has_added_to_is_not_used(
-    handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it had added is not in the account: trained again, it would count twice."""
-    worker = rig.trainer(rig.tiny_config(micro_batch_size=2))
-    ((meta, tickets), *_), train, left = handed[0], ForwardPasses.train, [1]
-
-    def failing(self: ForwardPasses, *arguments: Any) -> Any:
-        if not left:
-            raise MemoryError
-        left.pop()
-        return train(self, *arguments)
-
-    worker.update.begin(0, rig.StepPlan(rows=24))
-    with monkeypatch.context() as patches:
-        patches.setattr(ForwardPasses, "train", failing)
-        with pytest.raises(MemoryError):
-            worker.update.accumulate([meta], *tickets)
-    with pytest.raises(RuntimeError, match="step 0: accumulate was called after a call that failed"):
-        worker.update.accumulate([meta], *tickets)
-    with pytest.raises(RuntimeError, match="step 0: add_up was called after a call that failed"):
-        worker.update.add_up(rig.TrainRequest(0, (), finishes=True))
-    worker.update.begin(0, rig.StepPlan(rows=24))
-    worker.update.accumulate([meta], *tickets)
-    assert worker.update.add_up(rig.TrainRequest(0, (), finishes=True)).overflow is None

@@ -11,9 +11,8 @@ import pytest
 
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
-from async_flowrl.training.sharded import check_rows
 from tests.support import trainer_rig as rig
-from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
+from tests.unit.training.trainer_ranks import Job, Outcome, run_alone, run_ranks
 
 pytestmark = pytest.mark.serial("ranks")
 
@@ -115,17 +114,6 @@ def test_each_rank_has_half_and_both_train_what_one_process_trains(
     like_one_process(jobs["clipped"], ranks)
 
 
-def test_the_order_of_arrival_changes_no_bit(two: dict[str, list[Outcome]]) -> None:
-    for one, other in zip(two["clipped"], two["another order"], strict=True):
-        assert one["digest"] == other["digest"] and one["metrics"] == other["metrics"]
-
-
-def test_a_part_that_does_not_count_adds_nothing(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
-    """A group of one part: the second rank computes it, too, because the ranks gather blocks together."""
-    assert [rank["parts"] for rank in two["one part"]] == [[2, 2], [0, 0]]
-    like_one_process(jobs["one part"], two["one part"])
-
-
 def test_every_pass_with_frozen_parts(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
     """Checkpointed blocks, versions, reference and proximal passes, a bounded step, an EMA, parameters left out."""
     job, _ = jobs["every pass"]
@@ -136,12 +124,6 @@ def test_every_pass_with_frozen_parts(jobs: dict[str, Job], two: dict[str, list[
     assert 0 < info["trainable_parameters"] < info["base_parameters"]
     assert two["every pass"][0]["metrics"][-1]["kl"] == pytest.approx(alone["metrics"][-1]["kl"], rel=1e-2)
     assert min(found["trust_region/scale"] for found in two["every pass"][0]["metrics"]) < 1.0
-
-
-def test_a_sum_that_overflows_is_made_again_on_every_rank(two: dict[str, list[Outcome]]) -> None:
-    one, other = two["overflow"]
-    assert NARROW < one["exponent"] == other["exponent"]
-    assert rig.distance(one["tensors"], two["clipped"][0]["tensors"]) < 1e-6
 
 
 def test_bfloat16_is_computed_with_and_float32_is_kept(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
@@ -158,19 +140,6 @@ def test_bfloat16_is_computed_with_and_float32_is_kept(jobs: dict[str, Job], two
     assert rig.distance(run_alone((wide, jobs["bfloat16"][1]))["tensors"], alone["tensors"]) > 0
 
 
-def test_a_policy_of_the_past_is_kept_in_shares(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
-    """The behaviour policy of older images, NFT's slowly moving sampling policy, and DPO's frozen reference."""
-    alone = {name: like_one_process(jobs[name], two[name], close=1e-3) for name in list(jobs)[-3:]}
-    masked, nft, dpo = (two[name][0]["metrics"] for name in alone)
-    assert masked[1]["behaviour_divergence"] > 0.0, "version 0 was computed with"
-    assert nft[-1]["old_deviation"] > 0.0 == nft[0]["old_deviation"]
-    config, batches = copy.deepcopy(jobs["sampling policy"])
-    config.algorithm.old_policy_decay = "copy"
-    assert rig.distance(run_alone((config, batches))["tensors"], alone["sampling policy"]["tensors"]) > 1e-6
-    assert dpo[0]["loss"] == pytest.approx(math.log(2.0), abs=1e-6), "at first it is the trained policy itself"
-    assert dpo[1]["loss"] != pytest.approx(math.log(2.0), abs=1e-6)
-
-
 def test_three_ranks_with_uneven_rows_and_a_tensor_of_which_the_last_has_none(tmp_path: Path) -> None:
     config = full_config(micro_batch_size=1, eps=1e-3)
     config.model.tiny.family = "sana"
@@ -181,10 +150,3 @@ def test_three_ranks_with_uneven_rows_and_a_tensor_of_which_the_last_has_none(tm
     assert rows["scale_shift_table"] == [1, 1, 0] and any(0 < last < first for first, _, last in rows.values())
     assert [rank["parts"] for rank in ranks] == [[2, 2], [1, 1], [1, 1]]
     like_one_process(job, ranks)
-
-
-def test_ranks_without_a_row_of_anything_trained_are_refused_by_name() -> None:
-    check_rows([(3,), (7, 24)], 4)
-    check_rows([(9, 2)], 3)
-    with pytest.raises(ValueError, match=r"8 ranks are too many for tensors of at most 9 rows: set trainer.shard=none"):
-        check_rows([(3,), (9, 2)], 8)

@@ -2,21 +2,14 @@
 
 import functools
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.cli.export_source import Source
-from async_flowrl.cli.model_card import write_card
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.stored import trained_names
-from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.worker import TrainerWorker
 from checkpoint_engine import CANARY_VERSION, Receiver, check_binding, weights_digest
@@ -97,32 +90,6 @@ def test_the_canary_is_found_under_the_networks_own_names() -> None:
     assert rig.digest(worker) == weights_digest(start), "the trainer has its own weights back"
 
 
-def test_a_restored_rank_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    config = full_config("bfloat16", ema_decay=0.9, ema_every=1)
-    config.algorithm.kl_coef = 0.05
-    one, sampler = rig.trainer(config), rig.Sampler(config)
-    groups = [[sampler.group(step, 0)] for step in (0, 1)]
-    rig.update(one, 0, groups[0])
-    other = rig.trainer(config)
-    assert other.restore(one.save(one.snapshot(), str(tmp_path), {})) == 1
-    first, second = (rig.update(worker, 1, groups[1]).metrics for worker in (one, other))
-    assert one.parameters.fingerprint() == other.parameters.fingerprint()
-    assert rig.equal(rig.weights(one, average=True), rig.weights(other, average=True))
-    assert first["kl"] == second["kl"] > 0.0, "the reference is the model that the run started at"
-
-
-def test_the_copy_for_a_checkpoint_is_not_hashed_while_the_training_waits(tmp_path: Path) -> None:
-    """The masters' digest is that of the copy, also if they change before it is written."""
-    worker = rig.trainer(full_config("bfloat16"))
-    with mock.patch("hashlib.sha256", side_effect=AssertionError("hashed")):
-        version = worker.snapshot()
-        worker.snapshots.wait()
-    digest = rig.digest(worker)
-    worker.parameters.values.data.add_(1.0)
-    saved = read_checkpoint(Path(worker.save(version, str(tmp_path), {}))).trainer["weights_digest"]
-    assert saved == digest != rig.digest(worker)
-
-
 def test_gradients_of_bfloat16_parameters_are_added_in_float32() -> None:
     layer = nn.Linear(8, 4, bias=False).to(BF16)
     start = layer.weight.detach().clone()
@@ -156,39 +123,3 @@ def test_frozen_parameters_stay_and_are_not_sent() -> None:
     for name in frozen:
         assert torch.equal(start[name], worker.policy.transformer.get_parameter(name))
     assert {entry.name for entry in worker.sender.policy.layout.entries} == names
-
-
-def test_a_checkpoint_of_other_trained_tensors_is_refused_with_a_cure(tmp_path: Path) -> None:
-    config = full_config()
-    one = rig.trainer(config)
-    path = one.save(one.snapshot(), str(tmp_path), {})
-    config.full.freeze = ["*norm*"]
-    with pytest.raises(ValueError, match=r"trained other tensors: .*norm.* tune, full.freeze, .* must be as they were"):
-        rig.trainer(config).restore(path)
-
-
-@pytest.mark.parametrize(
-    ("freeze", "said"),
-    [([], "all of its weights trained"), (["*norm*", "img_in.*"], "its weights but `*norm*`, `img_in.*` trained")],
-)
-def test_a_model_card_says_what_was_frozen(tmp_path: Path, freeze: list[str], said: str) -> None:
-    config = full_config()
-    config.full.freeze = freeze
-    source = Source({}, config.model, config, None, 3)
-    assert said in write_card(tmp_path, source, {}).read_text()
-
-
-NAMES: Mapping[str, None] = dict.fromkeys(["norm.weight", "proj.bias", "proj.weight"])
-
-
-@pytest.mark.parametrize(
-    ("freeze", "refusal"),
-    [
-        (["nrm.*"], r"full.freeze: 'nrm.\*' matches no parameter of the model, e.g. norm.weight; did you mean norm"),
-        (["*"], r"full.freeze=\['\*'\] freezes all 3 parameters: nothing is left to train"),
-    ],
-)
-def test_patterns_that_cannot_be_meant_are_refused(freeze: list[str], refusal: str) -> None:
-    with pytest.raises(ValueError, match=refusal):
-        trained_names(NAMES, freeze)
-    assert trained_names(NAMES, ["*.weight"]) == ["proj.bias"]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import files_digest, from_files, held_in, held_versions
-from async_flowrl.training.fsdp import World
 from async_flowrl.training.snapshots import RankState
 from async_flowrl.types import EMA, POLICY
 from tests.support import trainer_rig as rig
@@ -104,45 +103,3 @@ def test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not(mon
     other = rig.trainer(config)
     other.take_over(*worker.kept_state(1))
     assert other.parameters.fingerprint() == weights
-
-
-def test_a_sum_that_is_under_way_is_in_no_state_and_belongs_to_its_attempt() -> None:
-    config = rig.tiny_config()
-    worker, once = rig.trainer(config), rig.trainer(config)
-    (batch,) = batches(config, 1)
-    for trainer in (worker, once):
-        trainer.world = trainer.update._inputs.world = World(0, 2)
-        trainer.update.begin(0, rig.StepPlan(rows=rig.rows(batch), attempt=4))
-        for meta, own in batch:
-            trainer.update.accumulate([meta], *own)
-    end = rig.TrainRequest(0, (), finishes=True, attempt=4)
-    with pytest.raises(RuntimeError, match="attempt 3 is added up, this rank began 4"):
-        worker.update.add_up(replace(end, attempt=3))
-    worker.update.add_up(end)
-    once.update.add_up(end)
-    with pytest.raises(RuntimeError, match="step 0 is under way"):
-        worker.snapshot()
-    assert worker.take_step().digest == once.take_step().digest != ""
-    with pytest.raises(RuntimeError, match="before add_up"):
-        worker.take_step()
-
-
-def test_other_weights_take_the_place_of_the_trained_ones_only_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for the predictions of an older sample: the copy must not hold the weights of that moment."""
-    config = averaged()
-    worker = rig.trainer(config)
-    rig.update(worker, 0, batches(config, 1)[0])
-    worker.snapshots.clear()
-    trained, gate, tensors = worker.parameters.values.data.clone(), threading.Event(), RankState.tensors
-
-    def late(state: RankState) -> Any:
-        gate.wait(60)
-        return tensors(state)
-
-    monkeypatch.setattr(RankState, "tensors", late)
-    version = worker.snapshots.begin()
-    threading.Timer(0.3, gate.set).start()
-    with worker.parameters.swapped(torch.zeros_like(trained)):
-        gate.set()
-        copied = worker.snapshots.of(version).tensors["weights"]
-    assert all(torch.equal(copied[name], own) for name, own in worker.parameters.named(trained).items())

@@ -1,6 +1,5 @@
 """Tests of checkpoints in shares, as far as one process can run them."""
 
-import errno
 import hashlib
 import io
 import json
@@ -10,7 +9,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +23,6 @@ from async_flowrl.training.checkpoint import (
     RANKS,
     DamagedCheckpoint,
     begin_checkpoint,
-    check_ranks,
     complete,
     described_share,
     end_checkpoint,
@@ -130,40 +127,6 @@ def test_a_share_is_not_read_before_it_is_verified(tmp_path: Path) -> None:
         saving.read(str(path.with_name("step_5")))
 
 
-def test_whole_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
-    found = read_checkpoint(written(tmp_path))
-    assert set(found.tensors) == {"weights", "retained"} and list(found.tensors["weights"]) == ["a", "b.c"]
-    assert torch.equal(found.tensors["weights"]["a"], PARTS["weights/a"])
-    assert torch.equal(found.tensors["retained"]["4/a"], PARTS["retained/4/a"])
-
-
-def test_what_describes_all_tensors_is_read_once_and_not_with_each_of_them(tmp_path: Path) -> None:
-    written(tmp_path)
-    (folder,) = tmp_path.glob(f"step_*/{FOLDER}")
-    parts = whole_parts(folder)
-    with mock.patch.object(SafeReader, "_read", side_effect=AssertionError("read again")):
-        assert [torch.equal(parts["weights"][name], PARTS[f"weights/{name}"]) for name in ("a", "b.c", "a")] == [
-            True
-        ] * 3
-
-
-def test_a_folder_that_was_not_ended_is_no_checkpoint(tmp_path: Path) -> None:
-    """As a kill at any instant leaves it: some ranks' files, or all, and no name that anybody looks for."""
-    good = written(tmp_path)
-    work = begin_checkpoint(tmp_path, 0)
-    save(dict(PARTS), checkpoint_id=str(work / FOLDER), no_dist=True)
-    assert find_checkpoint(tmp_path) == good
-    written(tmp_path, 5)
-    assert not work.exists(), "the next one has removed it"
-
-
-def test_a_disk_without_room_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    good = written(tmp_path)
-    with pytest.raises(OSError, match=r"a checkpoint needs 1,152,921,504,606,846,976 bytes, and there are .* left"):
-        begin_checkpoint(tmp_path, 1 << 60)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", good.name]
-
-
 @pytest.fixture
 def one_rank() -> Iterator[tuple[DeviceMesh, dist.ProcessGroup]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -193,42 +156,6 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_is_named_as_that(
     assert "b" in whole and "c" not in whole, "which reads no tensor"
 
 
-def test_a_rank_that_does_not_see_the_checkpoints_folder_writes_none_of_its_own(
-    tmp_path: Path, one_rank: tuple[DeviceMesh, dist.ProcessGroup]
-) -> None:
-    """The first rank has made it, on a disk that this one's node does not have."""
-    with pytest.raises(OSError, match="does not see this folder; output_dir must be one that all trainer ranks share"):
-        write_shards(tmp_path / "work" / FOLDER, {"weights": {"a": torch.ones(2, 2)}}, {"a": (2, 2)}, *one_rank)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "says",
-    [SimpleNamespace(total=0, used=0, free=0), OSError(errno.ENOSYS, "Function not implemented")],
-    ids=["zeros", "error"],
-)
-def test_a_file_system_that_does_not_say_its_room_is_written_to(tmp_path: Path, says: object) -> None:
-    """As some that are mounted over a network do."""
-    with mock.patch("shutil.disk_usage", side_effect=[says]):
-        assert begin_checkpoint(tmp_path, 1 << 60).is_dir()
-
-
-def test_a_disk_that_cannot_be_read_is_no_room(tmp_path: Path) -> None:
-    broken = OSError(errno.EIO, "Input/output error")
-    with mock.patch("shutil.disk_usage", side_effect=broken), pytest.raises(OSError, match="Input/output"):
-        begin_checkpoint(tmp_path, 1)
-
-
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_a_damaged_share_is_named(tmp_path: Path, file: str) -> None:
-    path = written(tmp_path)
-    data = bytearray((path / FOLDER / file).read_bytes())
-    data[len(data) // 2] ^= 1
-    (path / FOLDER / file).write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=f"{FOLDER}/{file} does not have the size and digest"):
-        read_checkpoint(path)
-
-
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("true",)
@@ -241,15 +168,3 @@ def test_metadata_runs_no_code(tmp_path: Path, what: object) -> None:
         SafeReader(str(tmp_path)).read_metadata()
     with pytest.raises(ValueError, match="metadata"):
         whole_parts(tmp_path)
-
-
-def test_another_number_of_ranks_is_refused_by_name() -> None:
-    path = Path("run/checkpoints/step_4")
-    check_ranks(path, {RANKS: 2}, 2)
-    check_ranks(path, {}, None)
-    with pytest.raises(ValueError, match=r"by 2 ranks with a share each, .* trainer.shard=full and 3 ranks"):
-        check_ranks(path, {RANKS: 2}, 3)
-    with pytest.raises(ValueError, match=r"set trainer.shard=full and trainer.num_workers=2"):
-        check_ranks(path, {RANKS: 2}, None)
-    with pytest.raises(ValueError, match=r"all of the weights each, .*set trainer.shard=none"):
-        check_ranks(path, {}, 2)

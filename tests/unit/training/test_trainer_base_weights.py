@@ -5,12 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies.registry import DTYPES, resolve_model
-from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.training.rank_model import base_tensors
 from checkpoint_engine import base_digest
-from tests.support.families import NAMES, model_config, policy_of
+from tests.support.families import NAMES, policy_of
 from tests.unit.training.base_weights_ranks import streamed
 
 pytestmark = pytest.mark.serial("ranks")
@@ -41,23 +38,3 @@ def test_both_ranks_hold_what_direct_loading_gives(cases: list[tuple[str, str]],
         sizes = sorted(t.numel() * t.element_size() for t in expected.values())
         # A thread of gloo may let go of a tensor only after the next one was made.
         assert ranks[1][family, dtype]["peak"] < 0.6 * sum(sizes) + sum(sizes[-2:])
-
-
-def test_files_are_read_a_tensor_at_a_time_and_only_safetensors(tmp_path: Path) -> None:
-    path = resolve_model(model_config("flux")).path
-    stored = StoredWeights(path, dtype=DTYPES["bfloat16"])
-    direct = dict(policy_of("flux", parts="transformer", dtype="bfloat16").transformer.named_parameters())
-    assert set(stored) == direct.keys() and len(stored) == len(direct)
-    assert all(torch.equal(stored[name], direct[name]) for name in stored)
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="only safetensors weights are loaded"):
-        StoredWeights(str(tmp_path), dtype=torch.float32)
-
-
-def test_the_structure_of_a_model_takes_no_memory_for_its_weights() -> None:
-    from async_flowrl.policies.registry import load_policy
-
-    structure = load_policy(resolve_model(ModelConfig()), dtype="float32", device="cpu", parts="structure")
-    assert all(parameter.is_meta for parameter in structure.transformer.parameters())
-    assert structure.latent_shape(32) == (4, 64)

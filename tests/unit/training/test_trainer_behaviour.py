@@ -30,17 +30,6 @@ def test_behaviour_is_recomputed_under_the_version_that_sampled(sampler: rig.Sam
     assert list(stats.kept) == [2]
 
 
-def test_a_version_no_longer_kept_is_named(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
-    worker = rig.trainer(rig.tiny_config())
-    for step, batch in enumerate(handed):
-        rig.update(worker, step, batch)
-    assert sorted(worker.versions.retained) == [2, 3]
-    meta, tickets = handed[0][0]
-    worker.update.begin(3, StepPlan(rows=12))
-    with pytest.raises(KeyError, match="version 0 is not kept"):
-        worker.update.accumulate([replace(meta, version=0, age=3)], *tickets)
-
-
 def test_wrong_weights_show_in_the_behaviour_gap(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
     """The falsifier of `behaviour_gap`: samples of version 0 that claim to be of version 1."""
     worker = rig.trainer(rig.tiny_config())
@@ -49,27 +38,6 @@ def test_wrong_weights_show_in_the_behaviour_gap(sampler: rig.Sampler, handed: l
     assert honest.metrics["behaviour_gap"] < 1e-6
     false = rig.update(worker, 2, [(replace(m, version=1, age=1), t) for m, t in handed[2]])
     assert false.metrics["behaviour_gap"] > 1e-4
-
-
-def test_a_step_without_a_replay_has_the_same_weights_and_no_gap(
-    sampler: rig.Sampler, handed: list[list[rig.Handed]]
-) -> None:
-    """The pass under the sampling weights is left out; where the loss makes it, or none is needed, the gap stays."""
-    aged = [(replace(meta, version=0, age=1), tickets) for meta, tickets in handed[1]]
-    replayed, spared = (rig.trainer(rig.tiny_config()) for _ in range(2))
-    for worker, replay in ((replayed, True), (spared, False)):
-        first = rig.update(worker, 0, handed[0], plan=StepPlan(rows=rig.rows(handed[0]), replay=False))
-        assert first.metrics["behaviour_gap"] < 1e-6, "at age 0 it costs nothing"
-        second = rig.update(worker, 1, aged, plan=StepPlan(rows=rig.rows(aged), replay=replay))
-        assert ("behaviour_gap" in second.metrics) == replay
-        assert ("behaviour" in [span.name for span in second.spans]) == replay
-    assert replayed.parameters.fingerprint() == spared.parameters.fingerprint()
-    config = rig.tiny_config()
-    config.algorithm.correction = "mask"
-    masked = rig.trainer(config)
-    rig.update(masked, 0, handed[0])
-    plan = StepPlan(rows=rig.rows(aged), replay=False)
-    assert rig.update(masked, 1, aged, plan=plan).metrics["behaviour_gap"] < 1e-6, "this loss needs the pass"
 
 
 def test_guidance_replays_with_the_negative_prompt_of_the_rollout() -> None:

@@ -20,33 +20,6 @@ def flat(owners: dict[str, nn.Parameter]) -> FlatParameters:
     return FlatParameters(owners, torch.device("cpu"))
 
 
-def test_parameters_become_aligned_views() -> None:
-    owners = parameters()
-    values = {name: p.detach().clone() for name, p in owners.items()}
-    vector = flat(owners)
-    for name, parameter in owners.items():
-        assert torch.equal(parameter, values[name]) and parameter.data_ptr() % 64 == 0
-    (owners["b"].sum() * 2.0 + owners["a"].sum()).backward()
-    (owners["b"].sum()).backward()
-    assert vector.named(vector.gradients)["b"].unique().tolist() == [3.0], "gradients accumulate in the flat vector"
-    assert vector.gradients.count_nonzero() == vector.numel == 38
-    other = vector.pack({name: torch.zeros_like(v) for name, v in values.items()}, where="zeros")
-    with vector.swapped(other):
-        assert not owners["b"].any()
-    assert torch.equal(owners["b"], values["b"])
-
-
-def test_what_does_not_fit_is_named() -> None:
-    owners = parameters()
-    vector = flat(owners)
-    with pytest.raises(ValueError, match="here lacks tensor a"):
-        vector.pack({"b": torch.zeros(5, 7)}, where="here")
-    with pytest.raises(ValueError, match=r"here: tensor a is \[4\], expected \[3\]"):
-        vector.pack({"a": torch.zeros(4), "b": torch.zeros(5, 7)}, where="here")
-    with pytest.raises(ValueError, match=r"half is torch\.float16"):
-        flat({"half": nn.Parameter(torch.zeros(2, dtype=torch.float16))})
-
-
 def moved(scale: float, eps: float) -> torch.Tensor:
     """The weights after three steps whose gradients have an RMS of about 5e-9 times `scale`."""
     vector = flat(parameters())

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support import trainer_rig as rig
-from tests.support.forked import CONTEXT, PRELOADED, imported
-from tests.unit.training.trainer_ranks import NARROW, Job, Outcome, run_alone, run_ranks
+from tests.unit.training.trainer_ranks import Job, Outcome, run_alone, run_ranks
 
 pytestmark = pytest.mark.serial("ranks")
 
@@ -48,17 +47,6 @@ def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[
     return dict(zip(jobs, run_ranks(2, list(jobs.values()), folder, mutants=[floats], narrow=[overflow]), strict=True))
 
 
-def test_processes_are_forked_from_one_that_has_imported_their_code() -> None:
-    """Else each of them imports it, which takes longer than its test: another module had its own list once."""
-    found, said = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=imported, args=(said,))
-    process.start()
-    said.close()
-    assert found.poll(60), "the process says nothing"
-    assert found.recv() == PRELOADED
-    process.join()
-
-
 def test_two_ranks_train_like_one(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
     one, other = two["plain"]
     assert one["info"]["layout"] == "fsdp2 over 2" and one["sharded"] > 10
@@ -78,23 +66,6 @@ def test_two_ranks_train_full_weights_like_one(jobs: dict[str, Job], two: dict[s
     assert one["digest"] == other["digest"] == run_alone(jobs["full weights"])["digest"]
 
 
-def test_adding_floats_would_give_other_bits(two: dict[str, list[Outcome]]) -> None:
-    """The falsifier: gradients are added as floats, and nothing else differs."""
-    one, other = two["floats"]
-    assert one["digest"] == other["digest"] != two["plain"][0]["digest"]
-    assert rig.distance(one["tensors"], two["plain"][0]["tensors"]) < 1e-4
-
-
-def test_ranks_agree_on_how_far_a_step_may_go(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
-    one, other = two["bounded"]
-    assert one["digest"] == other["digest"] != two["plain"][0]["digest"]
-    for found in one["metrics"]:
-        assert found["kl_per_update"] <= 1e-3 and found["trust_region/scale"] < 1.0
-    assert two["plain"][0]["metrics"][0]["kl_per_update"] == one["metrics"][0]["trust_region/raw_kl"]
-    alone = run_alone(jobs["bounded"])
-    assert alone["digest"] == one["digest"] and alone["metrics"] == one["metrics"]
-
-
 def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
     """Checkpointed blocks, proximal, behaviour and reference passes at once, against one process without sharding."""
     one, other = two["every pass"]
@@ -105,17 +76,6 @@ def test_every_pass_runs_behind_fsdp(jobs: dict[str, Job], two: dict[str, list[O
     config, batches = copy.deepcopy(jobs["every pass"])
     config.trainer.gradient_checkpointing = "none"
     assert rig.distance(one["tensors"], run_alone((config, batches))["tensors"]) < 1e-5
-
-
-def test_whether_a_sum_overflows_does_not_depend_on_the_ranks(
-    jobs: dict[str, Job], two: dict[str, list[Outcome]]
-) -> None:
-    """Of two optimizer steps per batch, with every pass: what is computed again uses what it used before."""
-    one, other = two["overflow"]
-    alone = run_alone(jobs["overflow"], NARROW)
-    assert NARROW < one["exponent"] == other["exponent"] == alone["exponent"] != two["every pass"][0]["exponent"]
-    assert one["digest"] == other["digest"] == alone["digest"]
-    assert one["metrics"] == alone["metrics"] and one["parts"] == two["every pass"][0]["parts"]
 
 
 def test_the_base_can_be_offloaded(two: dict[str, list[Outcome]]) -> None:
@@ -141,32 +101,9 @@ def test_a_rank_fetches_the_groups_that_it_trains_and_the_probe(
     assert one.bytes + other.bytes == sum(sizes) + 2 * sizes[0]
 
 
-def test_which_ranks_share_the_base() -> None:
-    auto = rig.tiny_config()
-    assert not auto.is_sharded, "what auto is on given devices was decided before (memory/layout.py)"
-    assert rig.tiny_config(shard="full").is_sharded and not rig.tiny_config(shard="none").is_sharded
-    assert rig.tiny_config(cpu_offload=True).is_sharded
-    assert auto.ranks_per_replica(8, sharded=True) == 8 and auto.ranks_per_replica(8, sharded=False) == 1
-    by_node = rig.tiny_config(num_workers=8, workers_per_node=4)
-    assert by_node.ranks_per_replica(8, sharded=True) == 4
-
-
-def test_the_next_block_is_gathered_while_one_computes(two: dict[str, list[Outcome]]) -> None:
-    """The last block has no next one, and backwards the first has none."""
-    assert two["plain"][0]["ahead"] == [(1, 0), (0, 1)]
-    assert two["one at a time"][0]["ahead"] == [(0, 0), (0, 0)]
-    assert two["one at a time"][0]["digest"] == two["plain"][0]["digest"], "the same bits twice, too"
-    assert two["one at a time"][0]["metrics"] == two["plain"][0]["metrics"]
-
-
 def test_one_rank_in_a_process_group_is_bit_equal_to_none(
     jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     ((found,),) = run_ranks(1, [jobs["plain"]], tmp_path_factory.mktemp("one"))
     assert found["info"]["layout"] == "fsdp2 over 1"
     assert found["digest"] == run_alone(jobs["plain"])["digest"]
-
-
-def test_offloading_needs_a_process_group(jobs: dict[str, Job]) -> None:
-    with pytest.raises(ValueError, match="join a process group first"):
-        run_alone(jobs["offload"])
