@@ -14,8 +14,7 @@ from async_flowrl.config.curves import checkpoint_due, evaluation_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import Checkpoints
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.evaluation import Evaluations
-from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.evaluation import EvaluationRecords, Evaluations
 from async_flowrl.controller.kept_state import KeptStates
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog

@@ -1,6 +1,6 @@
 """Context is the state that the controller's coroutines share during one attempt, i.e. one start or recovery of a run.
 
-build.py makes it. The protocols in this file describe its parts.
+run/recovery.py makes it. The protocols in this file describe its parts.
 """
 
 import asyncio

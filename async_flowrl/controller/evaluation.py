@@ -6,11 +6,34 @@ An evaluation has tickets of its own kind. Each rollout worker holds the evaluat
 import asyncio
 import hashlib
 import json
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
+from async_flowrl.config.curves import best_curve, evaluation_due
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
+from async_flowrl.controller.resume import reward_sources
+from async_flowrl.observability.evaluations import (
+    DIVERSITY,
+    HELD_OUT,
+    TRAINED,
+    Curve,
+    Evaluation,
+    EvaluationLog,
+    extra_means,
+    metric_keys,
+)
+from async_flowrl.observability.events import EventLog
+from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
+from async_flowrl.observability.images import captions, picture_data, write_grid, write_images
+from async_flowrl.observability.metrics import MetricsLog
+from async_flowrl.observability.monitor import MAX_SAMPLES, Monitor, Sample
+from async_flowrl.observability.run_directory import RunDirectory
+from async_flowrl.observability.statistics import diversity
 from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.tickets.table import State, Ticket, describe
 from async_flowrl.types import ByteArray, Prompt, RolloutRequest, Sampling, Scores
@@ -126,3 +149,202 @@ def setting_of(requests: Sequence[RolloutRequest]) -> str:
         for r in requests
     ]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvaluationRecords:
+    """Writes evaluations in the order in which they are complete; AfterStep (after_step.py) uses it."""
+
+    config: Config
+    directory: RunDirectory
+    metrics: MetricsLog
+    monitor: Monitor
+    log: EvaluationLog
+    observer: EventLog
+    failures: list[str]  # Sentences on failures outside the training. They do not end the run; summary.json lists them.
+    # Called with a reason to ask the run to end after the current step.
+    stop: Callable[[str], None] = lambda reason: None
+    # (version, whether it is the baseline) → the evaluation's metrics, which are added to a step's line.
+    _keys: dict[tuple[int, bool], dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        records = self.log.records
+        for position, record in enumerate(records):
+            self._keys[record.version, record.baseline] = metric_keys(record, records[:position])
+        held_out = reward_sources(self.config.evaluate.reward.terms)
+        # Read now, as a file may be edited after the workers have loaded it.
+        self._sources = reward_sources(self.config.reward.terms) | held_out
+        self._told = {alarm.curve for alarm in alarms(records)} | ({DIVERSITY} if notices(records) else set())
+
+    def known(self, version: int) -> bool:
+        """Returns True if the policy version's evaluation is recorded."""
+        return self.log.policy(version) is not None
+
+    def spare(self) -> list[int]:
+        """Returns the versions whose checkpoints must be kept: the best one so far, and those not evaluated yet."""
+        curve = best_curve(self.config)
+        if curve is None:
+            return []
+        history = self.log.records
+        newest = max((e.version for e in history if not e.baseline), default=-1)
+        chosen = best(history, curve)
+        waiting = [v for v in range(newest + 1, self.config.total_steps + 1) if evaluation_due(self.config, v)]
+        return ([chosen.version] if chosen else []) + waiting
+
+    def metric_keys(self, step: int) -> dict[str, float]:
+        """Returns the metrics of version `step` + 1; at step 0 also those of version 0 and of the baseline."""
+        before = {f"evaluation_before/{k}": v for k, v in self._keys.get((0, False), {}).items() if step == 0}
+        baseline = {f"evaluation_baseline/{k}": v for k, v in self._keys.get((0, True), {}).items() if step == 0}
+        return baseline | before | {f"evaluation/{k}": v for k, v in self._keys.get((step + 1, False), {}).items()}
+
+    def show(self, result: EvaluationResult) -> None:
+        """Writes a complete evaluation; called in a thread. A picture that cannot be made is recorded as a failure."""
+        what = f"evaluation of {result.title}"
+        self._name_failures(what, result)
+        record = record_of(self.config, result, self._sources)
+        if not record.curves:
+            return
+        earlier = self.log.records
+        keys = metric_keys(record, earlier)
+        # Set before `amend`: if the step's line is not written yet, `AfterStep` adds these keys.
+        self._keys[record.version, record.baseline] = keys
+        step = max(0, result.version - 1)
+        self.metrics.amend(step, self.metric_keys(step))
+        self.log.add(record)
+        if not record.baseline:
+            self._watch_for_hacking()
+        self.monitor.evaluation(
+            result.version, {f"baseline/{k}": v for k, v in keys.items()} if result.baseline else keys
+        )
+        if result.scores:
+            try:
+                self.monitor.image(self._picture(result, keys.get("reward/mean")), result.version)
+                if not result.baseline:
+                    self.monitor.samples(result.version, samples_of(result))
+            except Exception as error:  # a picture must not end a run
+                self.failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
+
+    def failed(self, what: str, error: object) -> None:
+        """Records and logs that `what` could not be completed because of `error`."""
+        sentence = f"{what}: {error}"
+        self.failures.append(sentence)
+        logger.warning("%s", sentence)
+
+    def _name_failures(self, what: str, result: EvaluationResult) -> None:
+        """Records a failure for prompts without scores, and for each term without scores, with numbers of prompts."""
+        if result.unscored:
+            self.failed(what, f"{result.unscored} of {result.unscored + len(result.scores)} prompts have no score")
+        optional = Counter(name for each in result.scores for name in each.failed)
+        for name, count in optional.items():
+            self.failed(what, f"the term {name}, which is not required, has no score for {count} prompts")
+        messages: dict[str, list[str]] = {}
+        for scores in result.held_out.values():
+            for name, message in scores.failed.items():
+                messages.setdefault(name, []).append(message)
+        for name, each in messages.items():
+            self.failed(
+                what, f"held-out {name} has no score for {len(each)} of {len(result.held_out)} prompts: {each[0]}"
+            )
+
+    def _watch_for_hacking(self) -> None:
+        """Logs reward hacking and loss of diversity, once per curve; with on_hacking=stop, an alarm ends the run."""
+        action, history = self.config.evaluate.on_hacking, self.log.records
+        for notice in notices(history):
+            self._tell(DIVERSITY, notice.sentence)
+        if action == "ignore":
+            return
+        for alarm in newest_alarms(history):
+            self.observer.event("hacking", curve=alarm.curve, version=alarm.version, since=alarm.since)
+            self._tell(alarm.curve, alarm.sentence)
+            if action == "stop":
+                self.stop(f"evaluate.on_hacking=stop at version {alarm.version}")
+
+    def _tell(self, curve: str, sentence: str) -> None:
+        if curve not in self._told:
+            self._told.add(curve)
+            logger.warning("%s", sentence)
+
+    def _picture(self, result: EvaluationResult, mean: float | None) -> Path:
+        """Writes the picture of all images and, if configured, single ones; `mean` is the reward's, for the title."""
+        name = "baseline" if result.baseline else f"step_{result.version:06d}"
+        path = self.directory.images / f"{name}.png"
+        shown = with_held_out_extras(result)
+        kept, details = self.config.monitor, picture_data(result.prompts, shown)
+        if kept.kept_images > 0:
+            by_index = dict(zip(result.indices, result.images, strict=True))
+            write_images(path.with_suffix(""), by_index, details, most=kept.kept_images, side=kept.kept_side)
+        write_grid(
+            path,
+            [prompt.text for prompt in result.prompts],
+            result.images,
+            [scores.total for scores in result.scores],
+            title=f"policy {result.title}" + (f", mean reward {mean:.3f}" if mean is not None else ""),
+            captions=captions(shown),
+            data=details,
+        )
+        return path
+
+
+def with_held_out_extras(result: EvaluationResult) -> list[Scores]:
+    """Returns the scores of all prompts with the extras of the held-out terms beside those of the trained ones."""
+    return [
+        replace(scores, extras={**scores.extras, **result.held_out[index].extras})
+        if index in result.held_out
+        else scores
+        for index, scores in zip(result.indices, result.scores, strict=True)
+    ]
+
+
+def samples_of(result: EvaluationResult) -> list[Sample]:
+    """Returns the first images of every prompt for trackers: MAX_SAMPLES // prompts of each, but at least one."""
+    per_prompt = max(1, MAX_SAMPLES // len(result.scores))
+    return [
+        Sample(prompt.text, image, scores.total[i], {name: values[i] for name, values in scores.by_term.items()})
+        for prompt, images, scores in zip(result.prompts, result.images, result.scores, strict=True)
+        for i, image in enumerate(images[:per_prompt])
+    ]
+
+
+def record_of(config: Config, result: EvaluationResult, files: Mapping[str, str]) -> Evaluation:
+    """Returns the record of a result, without curves that have no score; `files`: digests by `reward_sources`."""
+    scored = list(zip(result.indices, result.scores, strict=True))
+    terms, held_out = config.reward.terms, config.evaluate.reward.terms
+    summed = {name for name, term in terms.items() if term.weight}
+    whole = {index: tuple(s.total) for index, s in scored if summed <= s.by_term.keys()}
+    curves = {"reward": Curve(TRAINED, 1.0, _source(terms, files), whole)}
+    for name, term in terms.items():
+        values = {index: tuple(s.by_term[name]) for index, s in scored if name in s.by_term}
+        curves[name] = Curve(TRAINED, term.weight, _source({name: term}, files), values)
+    for name, term in held_out.items():
+        values = {index: tuple(s.by_term[name]) for index, s in result.held_out.items() if name in s.by_term}
+        curves[name] = Curve(HELD_OUT, term.weight, _source({name: term}, files), values)
+    for name in sorted({name for scores in result.held_out.values() for name in scores.distances}):
+        apart = {index: (s.distances[name],) for index, s in result.held_out.items() if name in s.distances}
+        curves[f"{DIVERSITY}_{name}"] = Curve(DIVERSITY, 0.0, curves[name].source, apart)
+    distances = {index: diversity(images) for index, images in zip(result.indices, result.images, strict=True)}
+    measured = {index: (distance,) for index, distance in distances.items() if distance is not None}
+    curves["diversity"] = Curve(DIVERSITY, 0.0, "pixels", measured)
+    sampling = result.sampling
+    assert sampling is not None
+    return Evaluation(
+        result.version,
+        result.baseline,
+        result.setting,
+        steps=sampling.num_inference_steps,
+        guidance=max(sampling.true_cfg_scale, sampling.guidance_scale),
+        curves={name: curve for name, curve in curves.items() if curve.scores},
+        extras=extra_means(scores.extras for scores in result.held_out.values()),
+    )
+
+
+def _source(terms: Mapping[str, RewardTerm], files: Mapping[str, str]) -> str:
+    """Returns a digest (16 hex digits) of all that the scores depend on besides the images."""
+    values = [
+        (asdict(term)["weight"] if len(terms) > 1 else 1.0, term.name or key, term.options)
+        + ((files[key],) if key in files else ())
+        for key, term in terms.items()
+    ]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -17,6 +17,7 @@ from separation.supervise import deadline
 
 logger = logging.getLogger(__name__)
 
+
 MOST = 2  # Number of complete states that are held.
 LANE = "keep"  # Lane of the first trainer rank for its kept states, which runs beside the next update.
 

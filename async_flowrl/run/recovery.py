@@ -13,19 +13,20 @@ from math import prod
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
-from async_flowrl.config.pools import ROLLOUT, TRAINER
+from async_flowrl.config.pools import ROLLOUT, TRAINER, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, download_model, load_rollout, loaders
 from async_flowrl.controller.after_step import AfterStep
-from async_flowrl.controller.build import build_context
 from async_flowrl.controller.checkpoints import Checkpoints
-from async_flowrl.controller.context import Context
-from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.context import Context, Signal, Steps
+from async_flowrl.controller.evaluation import EvaluationRecords
 from async_flowrl.controller.kept_state import KeptState, KeptStates
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.resume import START, Resume, newest, with_outcomes
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
@@ -38,6 +39,10 @@ from async_flowrl.run.loop import run as run_loop
 from async_flowrl.run.pools import controller_placement
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
+from async_flowrl.tickets.arithmetic import shape
+from async_flowrl.tickets.request import RequestBuilder
+from async_flowrl.tickets.table import Ticket, TicketTable
+from async_flowrl.tickets.ticket import record
 from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step, drop_newer, held_versions, written
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
@@ -322,3 +327,49 @@ def context_of(run: Run, resume: Resume) -> Context:
     for worker in [worker for group in run.groups.values() for worker in group.workers]:
         ledgers.events.event("worker", worker=worker.name, pid=worker.pid, node=worker.node)
     return replace(ctx, score_log=score_log, stop_requested=run.stop, servers=run.servers)
+
+
+def build_context(
+    requests: RequestBuilder,
+    pools: Mapping[str, WorkerGroup],
+    trainers: TrainerGroup,
+    observer: EventLog,
+    steps: Steps,
+    placement: SeparatePools,
+    *,
+    base_digest: str,
+    resume: Resume = START,
+) -> Context:
+    """Returns the context of an attempt that begins at `resume`; the rollout workers have joined its ticket table."""
+    config = requests.config
+
+    def changed(ticket: Ticket) -> None:
+        observer.event("ticket", **record(ticket))
+
+    table, work = TicketTable(shape(config), first_step=resume.version, on_change=changed), Signal()
+    for worker in pools[ROLLOUT].workers:
+        table.join(worker.name)
+    return Context(
+        config=config,
+        requests=requests,
+        table=table,
+        rollout=pools[ROLLOUT],
+        rewards={pool.name: pools[pool.name] for pool in scoring_pools(config)},
+        trainer=trainers,
+        weights=PublishedWeights(
+            config,
+            table,
+            pools[ROLLOUT],
+            trainers,
+            observer,
+            work,
+            placement,
+            base_digest,
+            resume.held_versions,
+        ),
+        observer=observer,
+        steps=steps,
+        placement=placement,
+        base_digest=base_digest,
+        work=work,
+    )

@@ -24,8 +24,7 @@ from async_flowrl.rollout.worker import RolloutWorker, device
 from async_flowrl.shared.turns import Turns
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.publishing import PublishedStreams
-from async_flowrl.training.versions import Versions
+from async_flowrl.training.versions import PublishedStreams, Versions
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, ByteArray, EmbeddingKey, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header

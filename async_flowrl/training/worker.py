@@ -38,12 +38,11 @@ from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import World, prefetch
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.publishing import GatheredStreams, PublishedStreams
 from async_flowrl.training.rank_model import ModelInputs, load_model
 from async_flowrl.training.sharded import ShardedParameters, ShardSaving
 from async_flowrl.training.snapshots import RankState, Snapshots
 from async_flowrl.training.update import Update
-from async_flowrl.training.versions import Versions
+from async_flowrl.training.versions import GatheredStreams, PublishedStreams, Versions
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Trajectory
 from checkpoint_engine import weights_digest

@@ -50,7 +50,7 @@ GATE = (
     ),
     Mutant(
         "gate off by one, and nobody at the door: the table and the workers' rings are made for one version more",
-        {"async_flowrl.controller.build:shape": one_more_version, f"{RECEIVER}.__init__": capacity_changed(+1)},
+        {"async_flowrl.run.recovery:shape": one_more_version, f"{RECEIVER}.__init__": capacity_changed(+1)},
         f"{LOOP}:test_staleness_is_exactly_the_smaller_of_step_and_k",
         arguments=STALE,
     ),

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.training.publishing import GatheredStreams
+from async_flowrl.training.versions import GatheredStreams
 from async_flowrl.training.worker import TrainerWorker
 from tests.support import trainer_rig as rig
 from tests.support.process_pool import die

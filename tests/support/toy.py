@@ -14,12 +14,12 @@ from typing import Any, cast
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import FULL, Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
-from async_flowrl.controller.build import build_context
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.loop import run
 from async_flowrl.run.pools import controller_placement
+from async_flowrl.run.recovery import build_context
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Prompt

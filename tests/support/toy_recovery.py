@@ -101,7 +101,7 @@ def run_controller(
             return Path(shutil.copytree(root, root.with_name(f"{root.name}k")))
         return None
 
-    pictures = mock.patch("async_flowrl.controller.evaluation_records.write_grid")
+    pictures = mock.patch("async_flowrl.controller.evaluation.write_grid")
     settings = mock.patch("async_flowrl.observability.run_directory.OmegaConf", **{"to_yaml.return_value": ""})
     with pictures, settings:
         return run_virtual(body(), horizon=horizon)

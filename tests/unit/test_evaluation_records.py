@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm
-from async_flowrl.controller.evaluation import EvaluationResult
-from async_flowrl.controller.evaluation_records import EvaluationRecords
+from async_flowrl.controller.evaluation import EvaluationRecords, EvaluationResult
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.images import LINE_HEIGHT
 from async_flowrl.observability.metrics import MetricsLog
