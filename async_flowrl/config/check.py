@@ -175,7 +175,7 @@ def _engine(config: Config) -> Iterator[str]:
     gpus = config.rollout.gpus_per_worker
     if gpus > 1 and gpus != int(gpus):
         size = "the tensor parallel size of rollout.engine=vllm_omni"
-        yield f"rollout.gpus_per_worker, {size}, must be a whole number above 1, got {gpus:g}"
+        yield f"rollout.gpus_per_worker above 1, {size}, must be a whole number, got {gpus:g}"
 
 
 def section_or_null(kind: Any) -> Any:
