@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -75,13 +75,6 @@ class _Member(DiffusersEngine):
     def _plan(self, request: RolloutRequest) -> Any:
         with self.turn:
             return super()._plan(request)
-
-
-class BatchEngine(Protocol):
-    """A rollout engine that can make several tickets at once."""
-
-    def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Returns the result of each request, in order."""
 
 
 class BatchingEngine(DiffusersEngine):
