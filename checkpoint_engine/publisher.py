@@ -135,7 +135,7 @@ class Publisher(SealedVersions):
         `alpha` and `rank` are those of LoRA tensors, as in Draft. Raises ValueError for retain < 1.
         """
         layout = Layout.of(tensors, dtypes)
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device
         on_host = self._device.type == "cpu"
         super().__init__(layout, stream, alpha=alpha, rank=rank, retain=retain, pinned=not on_host)
@@ -154,7 +154,7 @@ class Publisher(SealedVersions):
         TransferFailed. Raises ValueError if the version is staged or retained already, and WeightsMismatch if names or
         shapes differ from the layout.
         """
-        sources = self._sources(self._tensors if tensors is None else tensors)
+        sources = self._sources(self.tensors if tensors is None else tensors)
         with self._changed:
             if version in self._staged or version in self._sealed:
                 raise ValueError(f"version {version} of stream {self.stream} is published already")

@@ -56,12 +56,12 @@ class Receiver:
         """Where versions are retained."""
         self.side = SideStream.of(self.slot_device)
         """Stream of all copies to and from slots on a GPU; None for slots in host memory."""
-        self._tensors = dict(tensors)
+        self.tensors = dict(tensors)
         if on_host:  # A GPU has no room for the live buffer beside the tensors either.
             for tensor in tensors.values():
                 tensor.data = in_host_memory(tensor.detach())
-        self._live = self.layout.empty(self.device)
-        for name, view in self.layout.views(self._live).items():
+        self.live = self.layout.empty(self.device)
+        for name, view in self.layout.views(self.live).items():
             view.copy_(tensors[name].detach())
             tensors[name].data = view
         self._retained: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
@@ -159,7 +159,7 @@ class Receiver:
             activation = Activation(stream, version, header.digest)
             if not self._on_host or self._active != activation:
                 self._active = None  # until all bytes are there
-                self._live.copy_(storage)
+                self.live.copy_(storage)
                 if self.side is not None:
                     self._read[storage.data_ptr()] = recorded(self.device)
                 self._active, self._active_header = activation, header
@@ -167,9 +167,9 @@ class Receiver:
 
     def check_bound(self) -> None:
         """Raises WeightsMismatch, which names the tensor, if one is no longer a view of the live buffer."""
-        start = self._live.data_ptr()
+        start = self.live.data_ptr()
         for entry in self.layout.entries:
-            if entry.nbytes and self._tensors[entry.name].data_ptr() != start + entry.offset:
+            if entry.nbytes and self.tensors[entry.name].data_ptr() != start + entry.offset:
                 raise WeightsMismatch(f"{entry.name} is not bound to the live buffer any more: its data was replaced")
 
     def live_digest(self) -> str:
@@ -177,7 +177,7 @@ class Receiver:
         with self._lock:
             if self._active_header is None:
                 raise WeightsMismatch("no version is active yet")
-            return self._active_header.digest_of(self._live)
+            return self._active_header.digest_of(self.live)
 
     def clear(self) -> None:
         """Forgets all versions. The live tensors keep their bytes, but no version is active."""

@@ -115,7 +115,7 @@ class Receiving(Side):
     def __init__(self, transport: str, megabytes: float) -> None:
         super().__init__(transport, megabytes)
         self.receiver = Receiver(self.tensors, capacity=1)
-        self._payload = self.receiver._live  # instead of a third buffer
+        self._payload = self.receiver.live  # instead of a third buffer
         if transport != OBJECT_STORE:
             self.group = CollectiveReceiver(self.receiver, make_member(transport, self._device))
 

@@ -23,7 +23,7 @@ def gather(ranks: Ranks, version: int, flats: list[torch.Tensor]) -> torch.Tenso
     ready = torch.cuda.Event()
     ready.record()
     shares = [rank.gather.share(flat, ready) for rank, flat in zip(ranks.ranks, flats, strict=True)]
-    list(ranks._threads.map(lambda rank, share: rank.versions.gather(version, share), ranks.ranks, shares))
+    list(ranks.threads.map(lambda rank, share: rank.versions.gather(version, share), ranks.ranks, shares))
     return torch.from_numpy(ranks.ranks[0].versions.payload(version)[1])
 
 

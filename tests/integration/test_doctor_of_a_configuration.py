@@ -1,7 +1,6 @@
 """Tests of `doctor` with a configuration and of `preflight=true`: findings, refusals and exit codes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,6 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.host import PoolProcesses
 from async_flowrl.memory.processes import plan_memory
 from async_flowrl.run import machines as told
-from async_flowrl.run import preflight as configuration
 from async_flowrl.run.preflight import host_processes
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
@@ -53,21 +51,6 @@ def test_preflight_refuses_before_anything_is_written(tmp_path: Path, monkeypatc
     said = str(refusal.value)
     assert "preflight: 2 of" in said and "  failed   memory: " in said and "  failed   object store: " in said
     assert not (tmp_path / "run").exists()
-
-
-def test_preflight_lets_a_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[Any] = []
-    original = configuration.start_findings
-
-    def watched(*arguments: Any) -> Any:
-        looked.append(arguments)
-        return original(*arguments)
-
-    monkeypatch.setattr("async_flowrl.run.preflight.start_findings", watched)
-    short = ("group_size=4", "trainer.micro_batch_size=4", "rollout.num_inference_steps=3", "preflight=true")
-    config = compose_config("sync", [*LOCAL, *short, "evaluate.images_per_prompt=1", f"output_dir={tmp_path / 'run'}"])
-    assert program.train(config, {}) == 0
-    assert looked and (tmp_path / "run" / "summary.json").exists()
 
 
 def processes(*words: str, on_gpus: bool = False) -> list[PoolProcesses]:

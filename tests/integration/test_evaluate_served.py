@@ -1,22 +1,15 @@
 """Test of `evaluate` with a reward that has a server: started for it, scores as in the run, and ended afterwards."""
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from async_flowrl.cli.before_after import scored
 from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.config import exit_codes
-from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
-from async_flowrl.controller.context import NoServers
-from async_flowrl.rewards.registry import build_reward
-from async_flowrl.types import ByteArray, Prompt
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from tests.integration.dying_color import COUNT_FILE
 from tests.integration.left_behind import left_behind
 from tests.integration.runs import LIMIT, ROOT
@@ -65,27 +58,3 @@ def test_a_served_reward_is_evaluated_by_its_server(
     assert found["served"]["scores"] == found["color"]["scores"] and found["served"]["kind"] == "held_out"
     assert (tmp_path / "deaths").read_text() == "0"
     assert not left_behind(temporary) and not list(temporary.glob("async-flowrl*"))
-
-
-class Lost(NoServers):
-    """The server of `served` is gone for good."""
-
-    def lost(self) -> dict[str, str]:
-        return {"served": "it died too often"}
-
-
-def test_a_term_whose_server_is_lost_is_not_asked() -> None:
-    asked: list[Prompt] = []
-
-    def ask(images: ByteArray, prompt: Prompt) -> list[float]:
-        asked.append(prompt)
-        return [0.5] * len(images)
-
-    config = RewardConfig(terms={"color": RewardTerm(), "served": RewardTerm(name="color", required=False)})
-    reward = build_reward(config)
-    reward = replace(reward, terms=(reward.terms[0], replace(reward.terms[1], reward=ask)))
-    images = np.zeros((2, 8, 8, 3), dtype=np.uint8)
-    with ThreadPoolExecutor(1) as executor:
-        found = asyncio.run(scored(reward, config, Lost(), executor, Prompt(0, "red"), images))
-    assert not asked and set(found.by_term) == {"color"}
-    assert found.failed["served"].reason == "it died too often"

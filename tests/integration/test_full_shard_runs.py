@@ -8,17 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from async_flowrl.cli.export import main as export
-from async_flowrl.cli.generate import from_config, open_pipeline, sample
 from async_flowrl.cli.verify import verify
-from async_flowrl.config.compose import read_config
-from async_flowrl.policies import trained_file
-from async_flowrl.training.checkpoint import read_checkpoint
 from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.runs import DELAYS, TINY, Run, start, train, train_here_on_ray, wait_until
 from tests.integration.whole_weights import Received, check_all_changed_and_delivered, watched_receivers, whole
@@ -37,7 +30,6 @@ SHARDED = (
     "save.keep=3",
     "checkpoint_engine.bucket_bytes=65536",
 )
-PROMPT = "red red red red"
 DAMAGED = "shards/__1_0.distcp"
 
 
@@ -92,30 +84,6 @@ def test_every_parameter_changed_and_the_whole_model_was_delivered(watched: tupl
     assert plain.column("timing/activate")[0] > 0.0, "version 0 was put into the rollout's network"
     assert busy_ranks(plain.events) == {"trainer-0", "trainer-1"}
     assert [row for row in verify(plain.root) if not row[1]] == []
-
-
-def test_the_export_of_the_shares_makes_the_runs_images(plain: Run, tmp_path: Path) -> None:
-    """It reads the files of both ranks; `from_pretrained` of the folder makes the images of the written transformer."""
-    from diffusers import DiffusionPipeline
-
-    settings = from_config(read_config(plain.root / "config.yaml"))
-    assert export([str(plain.root), str(tmp_path / "published")]) == 0
-    loaded: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "published"))
-    loaded.set_progress_bar_config(disable=True)
-    pipeline: Any = open_pipeline(settings, "cpu")
-    before = sample(pipeline, settings, PROMPT, [0, 1])
-    trained_file.apply(pipeline, plain.root / "transformer")
-    made = sample(loaded, settings, PROMPT, [0, 1])
-    assert np.array_equal(made, sample(pipeline, settings, PROMPT, [0, 1])) and not np.array_equal(made, before)
-    exported = load_file(tmp_path / "published" / "transformer" / "diffusion_pytorch_model.safetensors")
-    written = whole(plain)
-    assert exported.keys() == written.keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in written.items())
-    assert export([str(plain.root), str(tmp_path / "raw"), "--raw", "--merged", "transformer"]) == 0
-    raw = load_file(tmp_path / "raw" / "transformer" / "diffusion_pytorch_model.safetensors")
-    masters = read_checkpoint(plain.root / "checkpoints" / "step_3").tensors["weights"]
-    assert raw.keys() == masters.keys() and all(torch.equal(raw[name], masters[name]) for name in raw)
-    assert not all(torch.equal(raw[name], exported[name]) for name in raw), "the average is another one"
 
 
 def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, resumed: Run) -> None:

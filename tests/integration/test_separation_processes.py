@@ -67,20 +67,6 @@ def test_a_stopped_process_is_killed_before_its_place_is_reused(rays: Bench) -> 
     rays.run(test)
 
 
-def test_threads_environment_and_logs_are_set_in_the_worker(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        async with fresh(bench, 0) as worker:
-            environment = await worker.call("environment")
-            assert environment == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOY": "yes"}
-            await worker.call("say", "so it goes")
-            text = (bench.logs / f"{worker.name}.log").read_text()
-            assert "so it goes" in text and "SO IT GOES" in text
-        ranks = bench.groups["ranks"]
-        assert await together(*(worker.call("torch_threads") for worker in ranks.workers)) == [2, 2]
-
-    rays.run(test)
-
-
 @contextmanager
 def second_node(gpus: str) -> Iterator[list[psutil.Process]]:
     """Another Ray node on this machine, which takes devices of these numbers for its GPUs; yields its processes.

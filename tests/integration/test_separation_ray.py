@@ -125,30 +125,6 @@ def test_kill_ends_the_calls_under_way_and_nobody_else(bench: Bench) -> None:
     bench.run(test)
 
 
-def test_watch_tells_of_a_death_while_idle(bench: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        async with fresh(bench, 1) as worker:
-            watch = asyncio.create_task(worker.watch())
-            await asyncio.sleep(0.1)
-            assert not watch.done()
-            worker.kill()
-            await raises(WorkerDied, watch)
-
-    bench.run(test)
-
-
-def test_refs_survive_the_death_of_their_producer(bench: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        async with fresh(bench, 1) as producer:
-            _, refs = await producer.call_split("split", 200_000, returns=3)
-            producer.kill()
-            await raises(WorkerDied, producer.watch())
-            assert (await bench.toys.fetch(refs[0])).sum() == 400_000.0
-            assert await bench.toys.workers[2].call("total", *refs) == 1_000_000.0
-
-    bench.run(test)
-
-
 def test_a_worker_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def test(bench: Bench) -> None:
         pools = [PoolSpec("toy", TOY, 1, {"fail": "no such model"})]

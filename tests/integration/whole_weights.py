@@ -48,7 +48,7 @@ def watched_receivers() -> Iterator[Received]:
     def activated(self: Receiver, stream: str, version: int, *, slot: str = "ring") -> str:
         digest = activate(self, stream, version, slot=slot)
         if (stream, version) not in found.live:
-            found.live[stream, version] = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+            found.live[stream, version] = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return digest
 
     with (

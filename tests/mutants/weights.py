@@ -22,9 +22,9 @@ FLOW_GRPO = {"name": "flow_grpo", "fields": {"sde_type": "sde", "noise_level": 0
 
 def copies_nothing(activate: Any) -> Any:
     def fault(receiver: Any, *version: Any, **slot: str) -> str:
-        live = receiver._live.clone()
+        live = receiver.live.clone()
         digest = activate(receiver, *version, **slot)
-        receiver._live.copy_(live)
+        receiver.live.copy_(live)
         return str(digest)
 
     return fault
@@ -97,7 +97,7 @@ WEIGHT_FAULTS = (
     Mutant("the label is taken when the ticket is finished", {f"{WORKER}.generate": labelled_at_the_end}, LABEL),
     Mutant(
         "weights arrive in the live tensors at once",
-        {f"{RECEIVER}.retain": after(lambda receiver, header, storage, slot: receiver._live.copy_(storage))},
+        {f"{RECEIVER}.retain": after(lambda receiver, header, storage, slot: receiver.live.copy_(storage))},
         LABEL,
     ),
     Mutant(

@@ -51,13 +51,13 @@ class Ranks:
     """`each(call)` makes a call of all ranks at once, each in its own thread, and returns their results."""
 
     def __init__(self, size: int, tensors: Mapping[str, Tensor], *, seconds: float = 60.0, **options: Any) -> None:
-        self._threads, store = ThreadPoolExecutor(size), HashStore()
+        self.threads, store = ThreadPoolExecutor(size), HashStore()
         options = {"bucket_bytes": BUCKET, **options}
         layout, indices = Layout.of(tensors), range(size)
-        self.ranks = list(self._threads.map(lambda index: Rank(store, index, size, layout, seconds, options), indices))
+        self.ranks = list(self.threads.map(lambda index: Rank(store, index, size, layout, seconds, options), indices))
 
     def each(self, call: Callable[[Rank], T]) -> list[T]:
-        return list(self._threads.map(call, self.ranks))
+        return list(self.threads.map(call, self.ranks))
 
     def gather(self, version: int, tensors: Mapping[str, Tensor]) -> Any:
         """Gathers a version; returns its header."""

@@ -10,13 +10,12 @@ import pytest
 
 from async_flowrl.config.schema import LimitsConfig
 from async_flowrl.tickets.table import Refused
-from async_flowrl.training.messages import TrainRequest, UpdateStats
-from async_flowrl.types import RolloutRequest, Trajectory
+from async_flowrl.types import RolloutRequest
 from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
 from separation.group import WorkerDied
 from tests.chaos.recovery_schedules import STEPS
 from tests.support.toy_pool import ListObserver, Timing, World
-from tests.support.toy_recovery import Groups, Outside, at, events, rollbacks, run_controller, toy_ranks_meet
+from tests.support.toy_recovery import Groups, Outside, at, events, rollbacks, run_controller
 from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
 from tests.unit.recovery_runs import check_equal, config, go
@@ -58,31 +57,6 @@ def test_a_worker_that_waits_for_weights_of_a_rank_that_dies_serves_after_the_re
     faults = [(event["worker"], event["kind"]) for event in events(root, "fault")]
     assert faults == [("rollout-0", "WorkerDied"), ("trainer-0", "WorkerDied")]
     check_equal(root)
-
-
-def test_the_step_after_a_recovery_is_measured_if_it_would_have_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every second step is. All ranks die in step 4; new ones have not said yet what they need."""
-    measured: list[tuple[int, bool]] = []
-    add_up, take_step = ToyTrainer.add_up, ToyTrainer.take_step
-
-    def seen(self: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> Any:
-        if self.index == 0:
-            measured.append((request.step, request.probe is not None))
-        return add_up(self, request, *trajectories)
-
-    def asking(self: ToyTrainer) -> UpdateStats:
-        return replace(take_step(self), measures_next=(self.step + 1) % 2 == 0)
-
-    monkeypatch.setattr(ToyTrainer, "add_up", seen)
-    monkeypatch.setattr(ToyTrainer, "take_step", asking)
-    root = tmp_path / "run"
-    everybody = {(f"trainer-{rank}", "add_up", 5) for rank in range(2)}
-    with toy_ranks_meet():
-        assert go(root, lambda *call: "kill" if call in everybody else None, trainer__num_workers=2) is None
-    assert rollbacks(root) == [4]
-    assert measured == [(step, step % 2 == 0) for step in range(STEPS)]
 
 
 def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path) -> None:

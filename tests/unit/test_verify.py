@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl.cli.verify import main, verify
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
-from checkpoint_engine import Draft, Layout, weights_digest
+from checkpoint_engine import weights_digest
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import once
 
@@ -159,33 +158,6 @@ def test_tampered_events_are_noticed(
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(found)
     assert main([str(root)]) == 1
-
-
-def sent_as_bfloat16(events: list[Record], retained: dict[str, Tensor]) -> list[Record]:
-    """The run's events as if the last version had gone out in bfloat16."""
-    layout = Layout.of(retained)
-    digest = Draft("policy", STEPS, layout, 4.0, 2).sealed(layout.digests(layout.packed(retained))).digest
-    last = [e.get("version") == STEPS and e.get("stream") == "policy" and "digest" in e for e in events]
-    return [event | {"digest": digest} if is_last else event for event, is_last in zip(events, last, strict=True)]
-
-
-def test_the_last_version_is_the_masters_rounded_to_what_is_computed_with(tmp_path: Path, finished: ToyRun) -> None:
-    """The digest that was sent covers the rounded bytes; the checkpoint's is that of the float32 masters."""
-    found = finished
-    masters = {name: t + 1e-6 for name, t in found.groups["trainer"].workers[0].target.tensors.items()}
-    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}
-    events = sent_as_bfloat16(found.observer.events, rounded)
-    root = write_run(tmp_path / "honest", found, events, tensors=masters, retained=rounded)
-    assert rows(root)["digests"][0], rows(root)["digests"]
-    name = min(rounded)
-    off = rounded | {name: rounded[name] * 2 + 1}
-    root = write_run(tmp_path / "other", found, events, tensors=masters, retained=off)
-    assert rows(root)["digests"] == (
-        False,
-        f"step_5: version 5 is not its masters rounded to torch.bfloat16, at {name}",
-    )
-    root = write_run(tmp_path / "unrounded", found, events, tensors=masters, retained=masters)
-    assert "holds other bytes as version 5" in rows(root)["digests"][1]
 
 
 def test_other_masters_than_the_summarys_are_noticed(tmp_path: Path, finished: ToyRun) -> None:

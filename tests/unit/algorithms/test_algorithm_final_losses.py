@@ -148,3 +148,25 @@ def test_dpo_value_and_gradient(levels: int, beta: float) -> None:
     got = torch.autograd.grad(output.loss.sum(), parameters)
     for value, wanted in zip(got, torch.autograd.grad(total, parameters), strict=True):
         assert torch.allclose(value, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "dpo"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_training_moves_the_right_way_and_the_wrong_way(name: str, sign: float) -> None:
+    """Images near +1 are good: the flow's own x0 prediction moves towards them, or away when negated."""
+    torch.manual_seed(0)
+    algorithm = build(name=name, beta=1.0 if name == "diffusion_nft" else 10.0)
+    network, reference = Network(3, seed=1), Network(3, seed=1)
+    base = final_rows(2, 5, [sign, -sign])
+    goal = torch.cat([torch.ones(5, 4, 3), -torch.ones(5, 4, 3)])
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
+    for step in range(40):
+        batch = replace(base, latents=goal, next_latents=goal, seeds=tuple(range(10 * step, 10 * step + 10)))
+        fixed = algorithm.predict(batch, frozen(reference))
+        loss = algorithm.loss(batch, algorithm.predict(batch, network), None, fixed, fixed).loss.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    x, sigma = torch.randn(500, 4, 3), torch.full((500,), 0.9)
+    predicted = [(x - 0.9 * net(x, sigma)).mean() for net in (network, reference)]
+    assert sign * float(predicted[0] - predicted[1]) > 0.05

@@ -175,17 +175,6 @@ def test_replaying_with_the_same_weights_gives_ratio_one(sde_type: str) -> None:
     assert torch.equal(again, sde.log_prob(after, step, sde_type))
 
 
-def test_next_latents_get_no_gradient() -> None:
-    after = torch.randn(1, 4, requires_grad=True)
-    v = torch.randn(1, 4, requires_grad=True)
-    sigma, sigma_next = steps_of(QWEN, [1])
-    step = sde.transition(
-        torch.randn(1, 4), v, sigma, sigma_next, sigma_after_first=QWEN[1], sde_type="sde", noise_level=1.0
-    )
-    sde.log_prob(after, step, "sde").sum().backward()
-    assert after.grad is None and v.grad is not None
-
-
 @pytest.mark.parametrize("schedule", [SD3, QWEN, (1.0, 0.0)])
 def test_published_schedules_are_valid(schedule: tuple[float, ...]) -> None:
     sde.validate_schedule(torch.tensor(schedule))

@@ -75,7 +75,7 @@ class Sender:
         self.served: list[int] = []
 
     async def stage(self, version: int) -> None:
-        for tensor in self.publisher._tensors.values():
+        for tensor in self.publisher.tensors.values():
             tensor.fill_(float(version))
         self.publisher.stage(version, deadline=0.0)
 

@@ -79,7 +79,7 @@ def receiving(
 def _answer(receiver: Receiver, question: str, *arguments: Any) -> Any:
     if question == "weights":
         receiver.activate("policy", arguments[0])
-        return {name: tensor.detach().clone() for name, tensor in receiver._tensors.items()}, receiver.live_digest()
+        return {name: tensor.detach().clone() for name, tensor in receiver.tensors.items()}, receiver.live_digest()
     if question == "usage":
         return usage()
     return sample(receiver, *arguments)

@@ -33,7 +33,7 @@ def canary(change: Change = dict, *, width: int = 16) -> Receiver:
 def prove(receiver: Receiver, *, scaling: float = ALPHA / RANK) -> None:
     """Compares what the trainer's canary computes with what the receiver's live modules do."""
     trainer = binding_probe(modules_of(canary_tensors(receiver.layout, seed=3)))
-    check(trainer, binding_probe(modules_of(receiver._tensors, scaling=scaling)), who="w-0")
+    check(trainer, binding_probe(modules_of(receiver.tensors, scaling=scaling)), who="w-0")
 
 
 def swap(first: str, second: str) -> Change:
@@ -84,7 +84,7 @@ def test_version_zero_replaces_the_canary() -> None:
     canary = receiver.activate("policy", CANARY_VERSION)
     receiver.receive(*sealed(publisher, 0))
     assert receiver.activate("policy", 0) != canary
-    assert all(torch.equal(receiver._tensors[n], t) for n, t in lora().items())
+    assert all(torch.equal(receiver.tensors[n], t) for n, t in lora().items())
     assert canary_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"].equal(
         canary_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"]
     )

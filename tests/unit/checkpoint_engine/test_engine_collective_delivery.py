@@ -182,20 +182,3 @@ def test_while_a_member_is_busy_versions_go_one_by_one_and_the_group_stays() -> 
         assert (epochs(sender), broadcast.failures) == (1, 0)
 
     run_virtual(main())
-
-
-@pytest.mark.parametrize(("error", "tried"), [(ConnectionResetError, 8), (TransferFailed, 3)])
-def test_deaths_of_members_say_nothing_about_the_transport(error: type[Exception], tried: int) -> None:
-    class Failing(Ends):
-        async def accept(self, draft: Draft) -> Ack:
-            raise error("the peer is gone")
-
-    sender = Ends("sender")
-    broadcast = CollectiveBroadcast(sender)
-
-    async def main() -> None:
-        for version in range(8):
-            await broadcast(version, [Failing()])
-
-    run_virtual(main())
-    assert broadcast.failures == epochs(sender) == tried

@@ -123,7 +123,7 @@ class Varied(Sender):
 
     async def stage(self, version: int) -> None:
         start = 100.0 * version
-        for tensor in self.publisher._tensors.values():
+        for tensor in self.publisher.tensors.values():
             tensor.copy_((torch.arange(tensor.numel()) / 8 + start).reshape(tensor.shape))
             start += 13.0
         self.publisher.stage(version, deadline=0.0)

@@ -103,7 +103,7 @@ def test_rows_that_come_into_the_wrong_place_are_named_by_the_sample() -> None:
     made = Ranks(2, weights(0), bucket_bytes=1 << 20)
     with mock.patch.object(Gather, "_place", rows_swapped(Gather._place)):
         shares = made.each(lambda rank: rank.gather.share(rank.flat(weights(0))))
-        sent = made._threads.submit(made.ranks[1].versions.gather, 0, shares[1])
+        sent = made.threads.submit(made.ranks[1].versions.gather, 0, shares[1])
         with pytest.raises(WeightsMismatch, match=f"of rank 0 .*{ONE}"):
             made.ranks[0].versions.gather(0, shares[0])
     assert made.ranks[0].versions.retained() == ()
@@ -115,7 +115,7 @@ def test_rows_that_change_after_the_version_was_made_are_named(rank: int) -> Non
     made = Ranks(2, weights(0))
     shares = made.each(lambda each: each.gather.share(each.flat(weights(0))))
     shares[rank].flat.view(torch.float32)[0] += 1.0
-    sent = made._threads.submit(made.ranks[1].versions.gather, 0, shares[1])
+    sent = made.threads.submit(made.ranks[1].versions.gather, 0, shares[1])
     with pytest.raises(WeightsMismatch, match=f"version 0 of stream policy, of rank {rank} .*blocks.0.norm"):
         made.ranks[0].versions.gather(0, shares[0])
     assert made.ranks[0].versions.retained() == ()
@@ -126,7 +126,7 @@ def test_ranks_that_are_not_at_the_same_gather_end_it_and_mix_no_rows() -> None:
     """The second rank sends its rows of version 0, which the first one has given up."""
     made = Ranks(2, weights(0), seconds=1.0)
     first, other = made.ranks
-    made._threads.submit(other.versions.gather, 0, other.gather.share(other.flat(weights(0))))
+    made.threads.submit(other.versions.gather, 0, other.gather.share(other.flat(weights(0))))
     first.gather._count += 1
     with pytest.raises(TransferFailed):
         first.versions.gather(1, first.gather.share(first.flat(weights(1))))

@@ -120,7 +120,7 @@ def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -
             assert rig.held(name)[-1] == 24
             receiver.activate("policy", 24)
             assert receiver.live_digest() == rig.sender.publisher.payload(24)[0].digest
-            assert all((t == 24.0).all() for t in receiver._tensors.values())
+            assert all((t == 24.0).all() for t in receiver.tensors.values())
         await rig.delivery.close()
 
     run_virtual(main())

@@ -42,36 +42,6 @@ def test_a_sample_does_not_depend_on_where_tensors_lie(placed: Placed, sent: tor
     assert torch.equal(sample(layout, [lying[name] for name in given]), alone)
 
 
-def adjoining(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in one storage as in their layout, but for two that are in each other's place."""
-    layout = Layout.of(given)
-    placed = layout.views(layout.empty().fill_(77))
-    placed["e"], placed["f"] = placed["f"], placed["e"]
-    for name, tensor in given.items():
-        placed[name].copy_(tensor)
-    return placed
-
-
-def dense(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in one storage without gaps, where their layout has some."""
-    names = sorted(given)
-    parts = torch.cat([given[name].reshape(-1) for name in names]).split([given[name].numel() for name in names])
-    return {name: part.view(given[name].shape) for name, part in zip(names, parts, strict=True)}
-
-
-@pytest.mark.parametrize("placed", [adjoining, together, dense, transposed, dict])
-@pytest.mark.parametrize("sent", [None, torch.bfloat16], ids=["as they are", "cast"])
-def test_what_is_staged_does_not_depend_on_where_tensors_lie(placed: Placed, sent: torch.dtype | None) -> None:
-    """Tensors of 256 bytes adjoin each other in a layout; the others have padding behind them."""
-    given = tensors() | {name: torch.full((64,), float(value)) for value, name in enumerate("efgh")}
-    publisher = Publisher(placed(given), dtypes=None if sent is None else dict.fromkeys(given, sent))
-    publisher.stage(0)
-    header = publisher.seal(0)
-    data = publisher.payload(0)[1]
-    assert header.digests == publisher.layout.digests(publisher.layout.packed(given))
-    assert not data[publisher.layout.entries[0].end : publisher.layout.entries[1].offset].any(), "padding stays zero"
-
-
 @pytest.mark.parametrize("victim", ["a", "c", "d"])
 def test_staged_bytes_that_are_not_those_of_tensors_together_are_named(victim: str) -> None:
     placed = together(tensors())

@@ -1,14 +1,11 @@
 """Tests of workers that may share a device, and of the variables that the pools' environments may set."""
 
-import os
 from dataclasses import replace
 
 import pytest
 
-from async_flowrl.config.check import RESERVED, ConfigError, check, may_share, nccl_obstacle
+from async_flowrl.config.check import ConfigError, check, may_share, nccl_obstacle
 from async_flowrl.config.compose import compose_config
-from separation.rendezvous import GLOO_INTERFACE, join, leave, open_store
-from separation.worker_process import thread_environment
 
 SHARED = {
     "threads": (("runtime.backend=local",), "runtime.backend=local has all workers in one process"),
@@ -52,28 +49,3 @@ def test_nccl_is_allowed_where_every_worker_has_a_device_of_its_own(case: str) -
 def test_shares_of_a_device() -> None:
     assert may_share(0.5, 0.5) and may_share(0.1 + 0.2, 0.7)
     assert not may_share(0.5, 0.6) and not may_share(0, 0.5) and not may_share(1, 0)
-
-
-def test_environments_that_are_taken() -> None:
-    given = "+rollout.environment={NCCL_SOCKET_IFNAME: eth0, NCCL_IB_DISABLE: 1, LOWER: 'true', EMPTY: ''}"
-    config = compose_config(overrides=[given, "+trainer.environment.PYTORCH_CUDA_ALLOC_CONF='max_split_size_mb:512'"])
-    check(config)
-    assert config.rollout.environment == {
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "NCCL_IB_DISABLE": "1",
-        "LOWER": "true",
-        "EMPTY": "",
-    }
-    assert config.trainer.environment == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-
-
-def test_every_variable_that_pools_set_themselves_is_taken() -> None:
-    before = dict(os.environ)
-    try:
-        join(0, 1, "127.0.0.1", open_store(1, 60.0), 60.0, device="cpu")
-        ranks = os.environ.keys() - before.keys() - {GLOO_INTERFACE}
-    finally:
-        leave()
-        os.environ.clear()
-        os.environ.update(before)
-    assert "RANK" in ranks and {*thread_environment(1), *ranks} <= RESERVED.keys()

@@ -99,22 +99,6 @@ def test_a_folder_with_few_weights_is_a_toy(tmp_path: Path) -> None:
     assert toy_values(config) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["rollout.resolution=32"], "images of 32 px"),
-        (["rollout.resolutions=[512,[64,128]]"], "images of 64 × 128 px"),
-        (["trainer.learning_rate=3e-3"], "trainer.learning_rate=0.003"),
-        (["trainer.learning_rate=3e-4", "tune=full"], "trainer.learning_rate=0.0003"),
-        (["algorithm=flow_grpo_unclipped"], "algorithm.clip_range=0.1"),
-    ],
-)
-def test_values_of_a_toy_are_named_with_a_real_model(words: list[str], named: str) -> None:
-    said = toy_values(compose_config("one_step_off", ["model=qwen_image", *words]))
-    assert said is not None and said.startswith(f"{named}:")
-    assert toy_values(compose_config("one_step_off", words)) is None
-
-
 def refusal(words: list[str]) -> str | None:
     """The sentence with which a run would refuse the words before it looks at files; None if it takes them."""
     try:

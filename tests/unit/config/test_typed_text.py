@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from async_flowrl.config.check import ConfigError
-from async_flowrl.config.compose import as_typed, checked, compose_config, composed
+from async_flowrl.config.compose import as_typed, compose_config, composed
 
 AS_TYPED = (
     "模糊", "😀", "50% off #1", "run #3", "runs/a=b", "exp[1]", "a, b", "a,b", "{x}", "{a: b}", "[a]", "a: b", "~x",
@@ -27,14 +26,6 @@ def test_every_character_is_kept(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
-    [("'a b'", "a b"), ('"it\'s"', "it's"), ("x ${name} #", "x one_step_off #"), ("${name}", "one_step_off")],
-)
-def test_quotes_and_references_mean_more(given: str, found: str) -> None:
-    assert compose_config(overrides=[f"rollout.negative_prompt={given}"]).rollout.negative_prompt == found
-
-
-@pytest.mark.parametrize(
     ("override", "found"),
     [
         ("reward.terms.color.options.timeout=2", {"timeout": 2}),
@@ -47,21 +38,3 @@ def test_a_dictionary_gets_what_it_lacks(override: str, found: dict[str, Any]) -
         overrides=[override, override.replace("reward.terms.color", "algorithm").lstrip("+"), "+seed=3"]
     )
     assert config.reward.terms["color"].options == config.algorithm.options == found and config.seed == 3
-
-
-@pytest.mark.parametrize(
-    ("overrides", "swept"),
-    [
-        (["name=run #1,b c"], ["name='run #1',b c"]),
-        (["name=choice(a,b)", "seed=1,2"], ["name=choice(a,b)", "seed=1,2"]),
-        (
-            ["model=tiny_sd3,tiny_flux", "algorithm.options.a=1,2"],
-            ["model=tiny_sd3,tiny_flux", "++algorithm.options.a=1,2"],
-        ),
-    ],
-)
-def test_sweeps(overrides: list[str], swept: list[str]) -> None:
-    assert checked("one_step_off", overrides, sweeps=True) == swept
-    if overrides[-1] != "name=run #1,b c":
-        with pytest.raises(ConfigError, match=r"--multirun|model must be one of"):
-            checked("one_step_off", overrides)

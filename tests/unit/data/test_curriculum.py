@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.config.schema import CurriculumConfig
-from async_flowrl.data.sampler import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, Sampler, read_outcomes
+from async_flowrl.data.sampler import NO_SPREAD, SPREAD, Curriculum, Sampler, read_outcomes
 
 
 def curriculum(
@@ -34,19 +34,6 @@ def test_a_dull_prompt_is_left_out_and_comes_back_once_at_a_time() -> None:
     assert [2 in epoch for epoch in epochs] == [True, False, False, True, False]
     assert all(set(epoch) | {2} == {0, 1, 2, 3} for epoch in epochs)
     assert [found.choice(step).set_aside for step in (5, 12, 16)] == [1, 0, 1]
-
-
-def test_after_counts_groups_in_a_row_and_groups_without_scores_are_none() -> None:
-    found = curriculum(2, 1, after=2)
-    outcomes = {0: [NO_SPREAD, SPREAD, NO_SPREAD, UNKNOWN, NO_SPREAD], 1: [SPREAD] * 9}
-    seen: Counter[int] = Counter()
-    set_aside = []
-    for step in range(11):
-        (prompt,) = found.choice(step).prompts
-        set_aside.append(found.choice(step).set_aside)
-        found.record(step, [outcomes[prompt][seen[prompt]]])
-        seen[prompt] += 1
-    assert set_aside == [0] * 10 + [1]
 
 
 def test_only_steps_that_are_surely_trained_count() -> None:

@@ -1,13 +1,11 @@
 """Tests of `async-flowrl data FILE`: its report on a file, and its exit code."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.__main__ import VERBS
 from async_flowrl.cli.data import main
-from tests.support.families import model_config
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -48,36 +46,3 @@ def test_all_refusals_are_listed_and_the_exit_code_says_so(tmp_path: Path, capsy
     assert "w → the weight (in 4 of 6 rows)" in page
     assert "tag → metadata, for the reward (in 1 of 6 rows)" in page
     assert "GenEval" in page and "0 to 1, 0.5 on average; 1 of them 0, which is never drawn" in page
-
-
-def test_a_reward_of_ones_own_and_sizes_that_a_named_model_cannot_make(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward, path = tmp_path / "long_names.py", tmp_path / "sizes.jsonl"
-    reward.write_text("def one(images, prompt):\n    return 1.0\n")
-    path.write_text('{"prompt": "a"}\n{"prompt": "b", "resolution": 40}\n{"prompt": "c", "resolution": 100000}\n')
-    code, page = shown(capsys, str(path), "--reward", f"{reward}:one", "--model", "tiny_sd3")
-    assert code == 2 and f"{path}:2: resolution" in page and f"{path}:3: resolution" in page
-    assert shown(capsys, str(path), "--reward", f"{reward}:one")[0] == 0
-
-
-def test_prompts_that_a_model_reads_only_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SD3 reads 256 tokens, which is less than 300 words."""
-    model, path = model_config("sd3").path, tmp_path / "long.jsonl"
-    text = " ".join(f"word {number}" for number in range(300))
-    rows = [{"prompt": text, "target": "word 1"}, {"prompt": text}, {"prompt": "a sign"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, page = shown(capsys, str(path), "--model", model)
-    assert code == 0 and "cut        2 prompts" in page
-    assert "cut  " not in shown(capsys, str(path))[1]
-    path.write_text(json.dumps({"prompt": text, "target": "word 299"}) + "\n")
-    code, page = shown(capsys, str(path), "--model", model)
-    assert code == 2 and f"{path}:1: " in page and "model.max_sequence_length" in page
-
-
-def test_a_folder_with_a_test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.txt").write_text("a cat\n" * 3)
-    (tmp_path / "test.txt").write_text("a dog\n")
-    code, page = shown(capsys, str(tmp_path))
-    assert code == 0 and f"all would be trained, and evaluations use those of {tmp_path / 'test.txt'}" in page
-    assert "'a dog'" in shown(capsys, str(tmp_path), "--split", "evaluation")[1]

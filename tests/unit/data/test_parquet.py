@@ -12,7 +12,6 @@ import pytest
 
 from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
-from async_flowrl.data.rows import TableRows
 
 ROWS = 14_000
 LONG = "s" * 4096
@@ -79,22 +78,3 @@ def test_long_repeated_texts_are_decoded_in_bounded_memory(
         assert len(data.train[len(data.train) - 1].system or "") == len(LONG)
         assert 0 < pool.max_memory() < BOUND
     assert not list(tmp_path.glob("tmp*"))
-
-
-def test_every_value_is_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of few rows, from several row groups, with categories, missing values, lists and numbers."""
-    count = 1000
-    kinds = pyarrow.array([None if n % 7 == 0 else f"kind {n % 5}" for n in range(count)]).dictionary_encode()
-    given = {
-        "kind": kinds,
-        "prompt": texts(count),
-        "n": [[n] * (n % 4) for n in range(count)],
-        "weight": [None if n % 3 else n / 2 for n in range(count)],
-    }
-    monkeypatch.setattr("async_flowrl.data.rows.BATCH_ROWS", 7)
-    path = write(tmp_path / "some.parquet", given, row_group_size=300)
-    rows = TableRows(path, [path], "prompt")
-    expected = pyarrow.table(given).to_pylist()
-    assert list(rows.scan()) == expected == [rows.row(index) for index in range(count)]
-    only = write(tmp_path / "only.parquet", {"prompt": pyarrow.array(texts(20)).dictionary_encode()})
-    assert [row["prompt"] for row in TableRows(only, [only], "prompt").scan()] == texts(20)

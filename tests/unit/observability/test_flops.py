@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.flops import FlopCounter, Meter, tensor_peak
+from async_flowrl.observability.flops import FlopCounter, tensor_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
@@ -62,24 +62,6 @@ def test_counting_changes_no_bit(policy: Policy, checkpointing: bool) -> None:
     plain, counted = train(nullcontext()), train(FlopCounter())
     assert len(plain) == len(counted) > 10
     assert all(torch.equal(one, other) for one, other in zip(plain, counted, strict=True))
-
-
-def test_a_meter_counts_each_shape_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(8, 16, bias=False)
-    meter, entered = Meter(layer), []
-    enter = FlopCounter.__enter__
-    monkeypatch.setattr(FlopCounter, "__enter__", lambda counter: (entered.append(counter), enter(counter))[1])
-    for rows in (5, 5, 7):
-        with meter.measure(rows):
-            layer(torch.randn(rows, 8)).sum().backward()
-        assert meter.flops(rows) == 2 * (2 * rows * 8 * 16)
-    assert len(entered) == 2
-    with pytest.raises(RuntimeError, match="it went wrong"), meter.measure(9):
-        raise RuntimeError("it went wrong")
-    assert meter.flops(9) is None
-    with meter.measure(9):
-        layer(torch.randn(9, 8))
-    assert meter.flops(9) == 2 * 9 * 8 * 16
 
 
 def test_frozen_weights_cost_no_gradient_of_theirs() -> None:

@@ -37,22 +37,6 @@ def test_time_in_which_both_parts_work_counts_once() -> None:
     assert "Rewards are the limit" in said(*events)
 
 
-def test_a_group_waits_for_its_reward_only_once_all_its_tickets_have_images() -> None:
-    """Scoring takes no time; what the first device waits for is the group's last ticket, which the second one makes.
-
-    The lost images of another group's ticket are made again, and until then no reward of that group is made either.
-    """
-    work = [span("rollout-0", 0, 4), span("rollout-1", 0, 7), span("trainer-0", 7, 10), span("trainer-1", 7, 10)]
-    mates = [ticket(4, "SCORING"), ticket(7, "SCORING", 1), ticket(7, "READY"), ticket(7, "READY", 1)]
-    again = [(4, "SCORING"), (5, "PENDING"), (5.5, "RUNNING"), (7, "SCORING"), (7, "READY")]
-    lost = [ticket(time, state, 2, group=1) for time, state in again]
-    events = [*work, *sorted([*mates, *lost], key=lambda event: float(event["time"])), STEP]
-    found = device_time(tracks(events), events, (0.0, 10.0))
-    assert found is not None
-    assert (found.idle, found.rewards, found.barrier) == pytest.approx((0.15, 0.0, 0.15))
-    assert "The end of a step is the limit" in said(*events)
-
-
 def test_the_efficiency_of_the_summary_is_the_share_of_time_in_which_the_devices_worked() -> None:
     """Of 10 seconds both sample for 5, the first trains for 3 and the second for one; in the first steps both idle."""
     events: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
 from async_flowrl.observability.summary import Outcome, mfu, summarise
-from async_flowrl.observability.timeline import lanes, trace, tracks, write_timeline
+from async_flowrl.observability.timeline import lanes, trace, write_timeline
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), max_size=12)
 
@@ -129,36 +129,12 @@ def test_flops_are_those_of_the_steady_state_and_a_share_of_the_peak() -> None:
     assert mfu(unknown) == mfu({}) == ""
 
 
-def test_times_of_a_resumed_run_are_those_of_its_last_life() -> None:
-    before = [event | {"time": event["time"] - 90.0} for event in made_up(5, 2.0, 1.0, 0) if event["event"] != "span"]
-    after = [
-        event | ({"step": event["step"] + 5} if event["event"] == "step" else {}) for event in made_up(15, 2.0, 1.0, 1)
-    ]
-    back = {"time": 95.0, "event": "rollback", "step": 5}
-    history = [*before, back, {"time": 95.0, "event": "inputs"}, *after]
-    outcome = Outcome(40.0, "digest", {}, {}, {})
-    found = summarise(Config(max_staleness=1), metrics(20, 1), history, outcome)
-    assert (found["steps"], found["images"], found["images_per_s"]) == (20, 640, 15 * 32 / 40.0)
-    assert found["efficiency"] == pytest.approx(1.0)
-    assert found["overlap"]["share"] == pytest.approx(1.0)
-    assert found["steady_images_per_s"] == pytest.approx(16.0)
-    # After the death of a trainer rank the same process goes on: its seconds are those of all 20 steps.
-    died = summarise(Config(max_staleness=1), metrics(20, 1), [*before, back, *after], outcome)
-    assert died["images_per_s"] == 20 * 32 / 40.0
-
-
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_a_run_too_short_for_a_steady_state_says_null(steps: int) -> None:
     found = summary(steps, generation=2.0, update=1.0, max_staleness=1)
     assert found["efficiency"] is None
     assert found["overlap"]["share"] is None
     json.dumps(found, allow_nan=False)
-
-
-def test_a_replacement_shares_the_track_of_the_dead_worker() -> None:
-    span = {"time": 2.0, "event": "span", "name": "generate", "start": 1.0, "end": 2.0}
-    events = [span | {"worker": "rollout-0"}, span | {"worker": "rollout-0.1", "start": 3.0, "end": 4.0}]
-    assert [(track.place, track.busy) for track in tracks(events)] == [("rollout-0", [(1.0, 2.0), (3.0, 4.0)])]
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=25)

@@ -1,12 +1,10 @@
 """Tests of `async-flowrl plan --fit`: the recipes that fit a machine, and the pool sizes that it tries."""
 
-import json
 import shlex
 from collections.abc import Sequence
 
 import pytest
 
-from async_flowrl.cli import plan as planner
 from async_flowrl.cli import plan_fit as fit
 from async_flowrl.cli.plan_fit import Answer, Hardware, layouts, splits
 from async_flowrl.config.check import check
@@ -56,11 +54,6 @@ def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> Non
     assert "placement=shared" in found["1x80"].words
     page = fit.markdown(list(found.values()))
     assert "| `sd35_ocr` | 1x24 | **no**: " in page and "\nasync-flowrl train --config-name one_step_off" in page
-
-
-@pytest.mark.parametrize(("name", "gib", "devices"), [("4x24", 23.7, 4), ("2x8x80", 79, 16), ("1X141", 139.2, 1)])
-def test_cards_are_named_as_they_are_sold(name: str, gib: float, devices: int) -> None:
-    assert (Hardware.of(name).gib, Hardware.of(name).devices) == (gib, devices)
 
 
 def composed(words: Sequence[str]) -> Config:
@@ -114,11 +107,3 @@ def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monke
     assert pools(tried[-1]) == {"shared": 4}
     small = answer("sd35_ocr", Hardware.of("1x24"))
     assert not small.fits and small.lacking == "process that samples and trains"
-
-
-def test_the_command_takes_overrides_of_all_recipes(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert planner.main(["--fit", "--json", "--cards", "4x80", "sd35_ocr", PICK]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["seats"] == "held_out/pick 2" and PICK in row["words"]

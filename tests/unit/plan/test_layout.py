@@ -7,9 +7,9 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory import processes, rehearsed
+from async_flowrl.memory import processes
 from async_flowrl.memory.devices import MEMORY_WARNING_SHARE
-from async_flowrl.memory.layout import Chosen, resolved
+from async_flowrl.memory.layout import resolved
 from async_flowrl.memory.processes import GIB, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsed import alone, model_sizes
 from async_flowrl.training.messages import Layout
@@ -78,11 +78,3 @@ def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> N
     assert resolved(by_node, {"trainer": 2 * size}).layout.shard == "none"
     found = resolved(by_node, {"trainer": size // 4})
     assert (found.layout.shard, found.layout.shard_size) == ("full", None), "hybrid is for a frozen base"
-
-
-def test_without_gpus_and_where_nothing_is_auto_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsed, "_once", lambda *_: pytest.fail("planned"))
-    found = resolved(config("trainer.num_workers=2", AUTO), {})
-    assert found.layout == WHOLE and "no GPU" in found.reasons[0]
-    fixed = config("trainer.shard=full", "trainer.num_workers=2")
-    assert resolved(fixed, {"trainer": 1}) == Chosen(Layout("full", None, "none"), ())

@@ -49,12 +49,3 @@ def test_fractions_have_their_share() -> None:
     halved = small("rollout.gpus_per_worker=0.5")
     with pytest.raises(ConfigError, match="a rollout worker holds"):
         check_devices(halved, {"rollout": round(lasting(halved)[1] * 1.5)})
-
-
-def test_threads_of_one_process_share_its_device() -> None:
-    config = small("runtime.backend=local", "rollout.num_workers=3")
-    rank, worker = lasting(config)
-    together = rank + 3 * worker
-    with pytest.raises(ConfigError, match="with all rollout workers of its process holds"):
-        check_devices(config, {"trainer": together - 1, "rollout": together - 1})
-    assert all("holds" not in said for said in check_devices(config, {"trainer": together, "rollout": together}))

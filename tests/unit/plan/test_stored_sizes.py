@@ -1,18 +1,15 @@
 """Tests of the sizes of a model by the headers of its files."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.processes import plan_memory
 from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.policies.stored import FILE, StoredWeights, stored_elements
+from async_flowrl.policies.stored import stored_elements
 from tests.support.families import NAMES, how, model_config
 
 
@@ -41,11 +38,3 @@ def test_the_headers_of_the_files_say_the_sizes_of_the_network(family: str) -> N
     assert sizes(by_header) == sizes(real) and by_header.adapter_parameters > 0
     assert by_header.root_bytes == pytest.approx(real.root_bytes, rel=0.01)
     assert stored_sizes(replace(given, tune="lora"), stored, itemsize=2).adapter_parameters == 0
-
-
-def test_a_name_is_looked_up_without_reading_its_tensor(tmp_path: Path) -> None:
-    (tmp_path / "transformer").mkdir()
-    save_file({"a": torch.zeros(3)}, tmp_path / "transformer" / FILE)
-    stored = StoredWeights(str(tmp_path), dtype=torch.float32)
-    (tmp_path / "transformer" / FILE).unlink()
-    assert "a" in stored and "b" not in stored

@@ -8,7 +8,6 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.processes import plan_memory
 from async_flowrl.memory.rehearsed import sampling_bytes, training_peak
-from async_flowrl.memory.sizes import longest_prompt
 from async_flowrl.policies.pipeline import BYTES_PER_TOKEN, USUAL_TOKENS, estimated_tokens
 
 LONG = round(300 * BYTES_PER_TOKEN)
@@ -28,13 +27,6 @@ def test_a_prompt_counts_by_its_bytes_and_token_ids_by_their_number() -> None:
     assert estimated_tokens("short") == USUAL_TOKENS
     assert estimated_tokens("é" * LONG) == 600
     assert estimated_tokens(tuple(range(500))) == 500
-
-
-def test_without_the_file_or_with_short_prompts_they_are_the_usual_ones(tmp_path: Path) -> None:
-    assert longest_prompt(configured(tmp_path, [10, 20, 30])) == USUAL_TOKENS
-    config = configured(tmp_path, [10])
-    config.data.train = str(tmp_path / "none.txt")
-    assert longest_prompt(config) == USUAL_TOKENS
 
 
 @pytest.mark.parametrize(

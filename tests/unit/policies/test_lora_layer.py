@@ -72,14 +72,6 @@ def test_output_and_gradients_are_those_of_the_formula(dtype: torch.dtype, toler
         assert np.abs(value - expected[name]).max() < tolerance * np.abs(expected[name]).max(), name
 
 
-def test_it_is_pefts_layer_but_for_rounding() -> None:
-    layer, (x, _) = adapted(), inputs()
-    assert torch.allclose(layer(x), peft.tuners.lora.Linear.forward(layer, x), rtol=1e-5, atol=1e-5)
-    assert not torch.equal(layer(x), layer.base_layer(x))
-    layer._disable_adapters = True
-    assert torch.equal(layer(x), layer.base_layer(x))
-
-
 def test_a_rollout_with_compute_copies_gives_the_bits_of_a_trainer_with_float32_masters() -> None:
     trainer, rollout = adapted(torch.bfloat16), adapted(torch.bfloat16)
     keep_compute_copies(rollout)

@@ -79,31 +79,6 @@ def test_denoising_without_noise_is_the_pipelines_own(
     assert (x - made).abs().max() < 1e-5
 
 
-def test_decoding_gives_the_pipelines_images(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
-    made = pipeline(
-        RED.text,
-        height=32,
-        width=32,
-        num_inference_steps=2,
-        num_images_per_prompt=2,
-        latents=latents(2),
-        output_type="pil",
-    ).images
-    final = pipeline(
-        RED.text,
-        height=32,
-        width=32,
-        num_inference_steps=2,
-        num_images_per_prompt=2,
-        latents=latents(2),
-        output_type="latent",
-    ).images
-    images = policy.decode(final, 32).numpy()
-    assert images.dtype == np.uint8 and images.shape == (2, 32, 32, 3)
-    assert np.abs(images.astype(int) - np.stack([np.asarray(image) for image in made])).max() <= 1
-    assert images.std() > 10
-
-
 def test_embeddings_are_the_pipelines_without_padding_whoever_else_is_encoded(
     policy: QwenImagePolicy, pipeline: QwenImagePipeline
 ) -> None:

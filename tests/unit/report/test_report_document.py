@@ -13,7 +13,6 @@ from async_flowrl.observability.result import result_sentences
 from async_flowrl.observability.run_directory import ATTEMPT
 from async_flowrl.report.document import document
 from async_flowrl.report.page import as_data, render
-from async_flowrl.report.records import read_run
 from tests.unit.report.written_runs import WORDS, make_run
 
 
@@ -98,19 +97,6 @@ def test_a_run_without_its_summary(
     assert run["state"] == state and run["result"]["state"].startswith(sentence)
     assert 'class="badge' not in render(document([root]))
     os.close(held)
-
-
-def test_a_trained_term_that_is_the_reward_is_left_out_and_a_held_out_one_stays(tmp_path: Path) -> None:
-    root = make_run(tmp_path / "run")
-    log = root / "evaluations.jsonl"
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    for record in records:
-        record["curves"] |= {
-            "color": record["curves"]["reward"],
-            "held": record["curves"]["reward"] | {"kind": "held_out"},
-        }
-    log.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert all(evaluation.curves.keys() == {"reward", "held"} for evaluation in read_run(root).evaluations)
 
 
 def test_what_files_say_is_data(tmp_path: Path) -> None:

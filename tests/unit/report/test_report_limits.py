@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from async_flowrl.main import report_over
 from async_flowrl.report.document import document
 from async_flowrl.report.page import embedded, in_order, render, spread
 from async_flowrl.report.pictures import MAX_EVALUATIONS
@@ -62,13 +61,3 @@ def test_only_pictures_of_the_run_get_into_its_page(tmp_path: Path) -> None:
 
 def test_a_page_makes_no_requests(tmp_path: Path) -> None:
     assert "connect-src 'none'" in render(document([make_run(tmp_path / "run")]))
-
-
-def test_a_sweep_with_one_run_that_was_trained_has_its_report_where_the_others_would_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_run(tmp_path / "sweep" / "1")
-    (tmp_path / "sweep" / "1" / "report.html").write_text("its own")
-    report_over([tmp_path / "sweep" / "0", tmp_path / "sweep" / "1"], jobs=3)
-    assert capsys.readouterr().out == f"report   {tmp_path / 'sweep' / 'report.html'}: 1 of 3 runs\n"
-    assert (tmp_path / "sweep" / "1" / "report.html").read_text() == "its own"

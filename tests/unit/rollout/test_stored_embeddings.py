@@ -21,8 +21,6 @@ from async_flowrl.rollout.text_encoder import (
     encoder_digest,
 )
 from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput
-from tests.support.shared_models import SharedModels
-from tests.support.tiny import tiny_policy
 
 RED: EmbeddingKey = ("red", None, False)
 NEGATIVE: EmbeddingKey = ("red", None, True)
@@ -100,41 +98,6 @@ def test_a_damaged_or_foreign_file_is_made_again(
     assert scribe.encoded == [RED, NEGATIVE, RED] and path.read_bytes() == written
     assert "is damaged, or of another prompt or encoder" in caplog.text
     assert written[:DIGEST_BYTES] == hashlib.sha256(written[DIGEST_BYTES:]).digest()
-
-
-def test_workers_share_out_what_comes_first(tmp_path: Path) -> None:
-    scribes = [Scribe(), Scribe()]
-    coming = prompts(10)
-    workers = [
-        stored(tmp_path, scribe, coming, ahead=6, worker=index, workers=2) for index, scribe in enumerate(scribes)
-    ]
-    for worker in workers:
-        worker.begin()
-    assert [scribe.encoded for scribe in scribes] == [coming[:6:2], coming[1:6:2]]
-    for worker in workers:
-        worker.begin()
-    workers[0].encode(coming[:6])
-    assert [scribe.loaded for scribe in scribes] == [1, 1]
-
-
-def test_the_real_encoder_gives_the_bits_of_the_resident_one(tmp_path: Path, shared_models: SharedModels) -> None:
-    """Lengths and system prompts mixed; what is loaded for it has neither VAE nor transformer weights."""
-    asked: list[EmbeddingKey] = [
-        RED,
-        NEGATIVE,
-        ("a green field under a wide blue sky", None, False),
-        ("red", "Be bold.", False),
-    ]
-    embeddings = StoredEmbeddings(EmbeddingFiles(tmp_path, "e" * 64), lambda: tiny_policy(parts="text"))
-    made, read = embeddings.encode(asked), embeddings.encode(asked)
-    resident = shared_models.tiny
-    for (text, system, negative), one, other in zip(asked, made, read, strict=True):
-        (wanted,) = resident.encode([text], system=system, negative=negative)
-        assert np.array_equal(one["prompt_embeds"], wanted["prompt_embeds"])
-        assert np.array_equal(other["prompt_embeds"], wanted["prompt_embeds"])
-    text = tiny_policy(parts="text")
-    assert text._whole("encode").vae is None and all(p.is_meta for p in text.transformer.parameters())
-    assert not tiny_policy(parts="cached").text_encoders
 
 
 def test_the_digest_names_all_that_the_bits_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

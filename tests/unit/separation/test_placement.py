@@ -8,7 +8,6 @@ from separation.placement import (
     StoreTooSmall,
     check_fits,
     check_store,
-    fewest_gpus,
     packing,
     reserve,
 )
@@ -75,21 +74,6 @@ def test_a_store_that_is_too_small_is_refused() -> None:
         StoreTooSmall, match=r"up to 4\.5 GB of results and weights lie in the object store, which holds 4 GB"
     ):
         check_store(4_500_000_000, nodes)
-
-
-@pytest.mark.parametrize(
-    ("shares", "devices"),
-    [
-        ((1, 1, 0.5, 0.5), 3),
-        ((0.9, 0.1, 0.9, 0.1), 2),
-        ((0.6, 0.6, 0.6), 3),
-        ((2, 0.25, 0.25, 0.25), 3),
-        ((0, 0), 0),
-        ((), 0),
-    ],
-)
-def test_the_fewest_devices_that_shares_take(shares: tuple[float, ...], devices: int) -> None:
-    assert fewest_gpus(shares) == devices
 
 
 def test_fractions_that_no_two_share_are_refused_though_their_sum_would_fit() -> None:

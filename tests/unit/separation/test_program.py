@@ -75,13 +75,3 @@ def test_a_killed_parent_takes_all_along(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     wait_for(60004, 0)
-
-
-def test_exit_codes_and_last_words(tmp_path: Path) -> None:
-    for command, code, said in (
-        (["sh", "-c", "echo no memory >&2; exit 3"], 3, "no memory"),
-        (["no-such-program"], 127, "no-such-program cannot be started: No such file or directory"),
-    ):
-        ran = Program(command, environment=dict(os.environ), log=tmp_path / "log", grace=1)
-        assert ran.wait() == code
-        assert ran.tail() == said

@@ -1,20 +1,15 @@
 """Tests of starting and joining a Ray cluster; `ray.init` is replaced by what it might do."""
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-import uuid
 
 import pytest
 import ray
 
 from separation import ray_cluster
 from separation.placement import ResourcesMissing
-from separation.processes import descendants, kill_new
-from tests.support.marked import left_after, marked_processes
 
 
 def test_what_a_start_that_is_interrupted_has_started_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,19 +50,3 @@ def test_an_address_where_nothing_listens_is_refused_at_once(auto: bool, monkeyp
             monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ResourcesMissing, match=f"no Ray cluster answers at the address {address}"):
             ray_cluster.RayConnection([], "auto" if auto else address)
-
-
-FORKING = "import subprocess, time\nwhile True: subprocess.Popen(['sleep', '600']); time.sleep(0.005)"
-
-
-def test_a_daemon_that_starts_others_leaves_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a raylet starts its agents: none is born between the look at what there is and the kill."""
-    monkeypatch.setenv("TEST_MARK", mark := f"mark-{uuid.uuid4()}")
-    before = descendants(os.getpid())
-    daemon = subprocess.Popen([sys.executable, "-c", FORKING])
-    monkeypatch.delenv("TEST_MARK")
-    while len(marked_processes(mark)) < 5:
-        time.sleep(0.05)
-    assert len(kill_new(before)) >= 5
-    assert daemon.wait(60) == -signal.SIGKILL
-    assert left_after(20, lambda: marked_processes(mark)) == []

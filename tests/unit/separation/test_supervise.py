@@ -141,28 +141,3 @@ def test_deadline_names_what_was_late_and_asks_for_a_report() -> None:
         return now()
 
     assert run_virtual(main()) == 30
-
-
-def test_deadline_passes_results_own_timeouts_and_cancellations() -> None:
-    async def main() -> None:
-        async with deadline(10, "quick"):
-            await asyncio.sleep(9)
-        with pytest.raises(TimeoutError, match="mine") as caught:
-            async with deadline(10, "outer"):
-                raise TimeoutError("mine")
-        assert not isinstance(caught.value, DeadlineExceeded)
-        with pytest.raises(DeadlineExceeded, match="inner"):
-            async with deadline(10, "outer"), deadline(5, "inner"):
-                await asyncio.Event().wait()
-
-        async def inside() -> None:
-            async with deadline(10, "cancelled"):
-                await asyncio.Event().wait()
-
-        task = asyncio.create_task(inside())
-        await asyncio.sleep(1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run_virtual(main())

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import Job, Outcome, run_alone, run_ranks
@@ -37,36 +36,16 @@ def jobs() -> dict[str, Job]:
     every = full_config(gradient_checkpointing="full", updates_per_batch=2, ema_decay=0.9, ema_every=1, eps=1e-3)
     every.algorithm.kl_coef, every.algorithm.max_kl_per_update = 0.04, 1e-4
     every.full.freeze = ["*.norm*", "proj_out.*"]
-    masked, nft, dpo = (full_config(eps=1e-3) for _ in range(3))
-    masked.algorithm.correction = "mask"
-    nft.algorithm.name, nft.algorithm.old_policy_decay = "diffusion_nft", "half"
-    dpo.algorithm.name = "dpo"
-    of_images = rig.Sampler(nft)
-    final = [[of_images.group(step, group) for group in (0, 1)] for step in range(2)]
-    last = [(replace(meta, version=1, age=1), tickets) for meta, tickets in final[1]]
     return {
         "clipped": (config, batches),
-        "another order": (config, [batch[::-1] for batch in batches]),
-        "one part": (full_config(micro_batch_size=4, eps=1e-3), batches),
         "every pass": (every, batches),
-        "overflow": (config, batches),
         "bfloat16": (full_config("bfloat16", eps=1e-3), batches),
-        "old policy": (masked, batches),
-        "sampling policy": (nft, [*final, last]),
-        "reference": (dpo, [paired(dpo, batch) for batch in final]),
     }
-
-
-def paired(config: Config, batch: list[rig.Handed]) -> list[rig.Handed]:
-    """The groups with the images selected that the algorithm trains."""
-    select = build_algorithm(config).select
-    return [(replace(meta, selected=tuple(select(np.asarray(meta.advantages)))), tickets) for meta, tickets in batch]
 
 
 @pytest.fixture(scope="module")
 def two(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    narrow = [list(jobs).index("overflow")]
-    found = run_ranks(2, list(jobs.values()), tmp_path_factory.mktemp("two"), narrow=narrow)
+    found = run_ranks(2, list(jobs.values()), tmp_path_factory.mktemp("two"))
     return dict(zip(jobs, found, strict=True))
 
 

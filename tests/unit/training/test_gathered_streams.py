@@ -106,7 +106,7 @@ def test_what_arrives_are_the_masters_and_an_older_version_is_gathered_between_t
         end = site.end("early")
         end.receiver.receive(header, data)
         end.receiver.activate("policy", CANARY_VERSION)
-        check_binding(probe, probe_of(end.receiver._tensors))
+        check_binding(probe, probe_of(end.receiver.tensors))
         await site.delivery.join(end)
         wanted = []
         for version in range(2):
@@ -125,7 +125,7 @@ def test_what_arrives_are_the_masters_and_an_older_version_is_gathered_between_t
             for version, tensors in enumerate(wanted):
                 each.receiver.activate("policy", version)
                 assert each.receiver.live_digest() == site.headers[version].digest
-                live = each.receiver._tensors
+                live = each.receiver.tensors
                 assert all(torch.equal(live[name], torch.from_numpy(tensors[name])) for name in tensors)
         assert site.delivery.stats.corrupt == 1 and site.replaced == []
 

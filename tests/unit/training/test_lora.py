@@ -17,7 +17,6 @@ from async_flowrl.policies.lora import (
 )
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from tests.support.tiny import RED, adapted_policy, randomise, sampling, tensors, tiny_policy
-from tests.unit.training.lora_values import snapshot
 
 
 def output(policy: QwenImagePolicy) -> Tensor:
@@ -38,24 +37,6 @@ def test_a_new_adapter_changes_nothing_and_disturbs_no_random_state() -> None:
     add_lora(policy.transformer, LoraConfig(8, 16.0), policy, seed=0)
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(output(policy), before)
-
-
-def test_initial_values_depend_on_seed_and_name_alone() -> None:
-    def initial(config: LoraConfig, seed: int) -> dict[str, Tensor]:
-        policy = tiny_policy(parts="transformer")
-        add_lora(policy.transformer, config, policy, seed=seed)
-        return snapshot(policy)
-
-    whole = initial(LoraConfig(8, 16.0), 0)
-    torch.rand(5)
-    fewer = initial(LoraConfig(8, 16.0, targets=["attn.to_q", "attn.to_v"]), 0)
-    assert len(fewer) == 8
-    assert all(torch.equal(fewer[name], whole[name]) for name in fewer)
-    a = [tensor for name, tensor in whole.items() if name.endswith("lora_A.weight")]
-    assert all(bool((tensor == 0).all()) for name, tensor in whole.items() if name.endswith("lora_B.weight"))
-    assert torch.cat([tensor.flatten() for tensor in a]).std() == pytest.approx(1 / 8, rel=0.02)
-    assert len({float(tensor[0, 0]) for tensor in a}) == len(a)
-    assert not torch.equal(initial(LoraConfig(8, 16.0), 1)["transformer_blocks.0.attn.to_q.lora_A.weight"], a[0])
 
 
 def test_exactly_the_adapter_is_trainable_and_every_tensor_of_it_gets_a_gradient() -> None:

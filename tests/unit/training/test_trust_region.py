@@ -79,24 +79,6 @@ def test_measured_kl_is_that_of_another_calculation(handed: list[list[rig.Handed
         assert metrics[f"kl_per_update/{step}"] == pytest.approx(nats, rel=1e-3)
 
 
-def test_steps_without_noise_are_measured_too() -> None:
-    """A window of one step; the others are measured as if they had noise, near what they move at recorded latents."""
-    given = config()
-    given.algorithm.window, given.algorithm.sde_window_size = "list", 1
-    given.algorithm.window_list = [0]
-    sampler = rig.Sampler(given)
-    batch = [sampler.group(0, group) for group in (0, 1)]
-    worker = rig.trainer(given)
-    before = rig.weights(worker)
-    metrics = rig.update(worker, 0, batch).metrics
-    sampler.config = everywhere = config()
-    recorded = [sampler.group(0, group) for group in (0, 1)]
-    expected = referee(everywhere, before, rig.weights(worker), recorded)
-    assert set(expected) == {0, 1, 2}
-    for step, nats in expected.items():
-        assert 0.3 * nats < metrics[f"kl_per_update/{step}"] < 3.0 * nats
-
-
 def test_without_a_limit_every_tenth_update_is_measured(handed: list[list[rig.Handed]]) -> None:
     _, lines = trained(config(), [handed[0]] * 11)
     assert [index for index, line in enumerate(lines) if "kl_per_update" in line] == [0, 10]

@@ -9,50 +9,38 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as processes
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training import update
-from async_flowrl.training.exact import FIRST_EXPONENT, ExactSum
 from async_flowrl.training.messages import TrainRequest, UpdateStats, merged
 from async_flowrl.training.parts import cut, tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave
 from tests.support import trainer_rig as rig
-from tests.support.float_sum import FloatSum
 from tests.support.forked import METHOD
 from tests.support.ports import free_port
 
 Job = tuple[Config, list[list[rig.Handed]]]
 Outcome = dict[str, Any]
-NARROW = -80
-"""Multiples of 2^-80 are too small for these gradients: the first step is computed again."""
 
 
-def run_ranks(
-    world: int, jobs: list[Job], folder: Path, *, mutants: Sequence[int] = (), narrow: Sequence[int] = ()
-) -> list[list[Outcome]]:
-    """Does each job with `world` processes and a fresh trainer; outcomes by job and rank.
-
-    `mutants`: the jobs whose gradients are added as floats; `narrow`: those whose sum begins with too small multiples.
-    """
+def run_ranks(world: int, jobs: list[Job], folder: Path) -> list[list[Outcome]]:
+    """Does each job with `world` processes and a fresh trainer; outcomes by job and rank."""
     for config, _ in jobs:
         resolve_model(config.model)
     port = free_port()
-    (folder / "jobs.pkl").write_bytes(pickle.dumps((jobs, mutants, narrow)))
+    (folder / "jobs.pkl").write_bytes(pickle.dumps(jobs))
     processes.start_processes(_rank, args=(world, port, str(folder)), nprocs=world, start_method=METHOD)
     by_rank = [pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in range(world)]
     return [_measured([outcomes[job] for outcomes in by_rank]) for job in range(len(jobs))]
 
 
-def run_alone(job: Job, exponent: int = FIRST_EXPONENT) -> Outcome:
+def run_alone(job: Job) -> Outcome:
     """The same job in this process, without a process group."""
     torch.set_num_threads(1)
     worker = TrainerWorker(job[0], resolve_model(job[0].model), 0, "trainer-0")
-    (found,) = _measured([_train(worker, job, exponent)])
+    (found,) = _measured([_train(worker, job)])
     return found
 
 
@@ -70,21 +58,19 @@ def _measured(by_rank: list[Outcome]) -> list[Outcome]:
 def _rank(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     outcomes: list[Outcome] = []
-    jobs, mutants, narrow = pickle.loads((Path(folder) / "jobs.pkl").read_bytes())
-    for index, job in enumerate(jobs):
-        update.ExactSum = FloatSum if index in mutants else ExactSum
+    jobs = pickle.loads((Path(folder) / "jobs.pkl").read_bytes())
+    for job in jobs:
         worker = TrainerWorker(job[0], resolve_model(job[0].model), rank, f"trainer-{rank}")
         if not outcomes:
             join(rank, world, "127.0.0.1", port, timeout=240.0)
-        outcomes.append(_train(worker, job, NARROW if index in narrow else FIRST_EXPONENT))
+        outcomes.append(_train(worker, job))
     (Path(folder) / f"rank{rank}.pkl").write_bytes(pickle.dumps(outcomes))
     leave()
 
 
-def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
+def _train(worker: TrainerWorker, job: Job) -> Outcome:
     config, batches = job
     info, stats, counted = worker.load(), [], []
-    worker.update.exponent = exponent
     owners = Assignment(worker.world.size, info["ranks_per_replica"], by_group=worker.world.by_group)
     updates = config.trainer.updates_per_batch
     if config.rollout.true_cfg_scale > 1:
@@ -108,8 +94,6 @@ def _train(worker: TrainerWorker, job: Job, exponent: int) -> Outcome:
         "stats": stats,
         "parts": counted,
         "fetched": [each.fetched for each in stats],
-        "exponent": worker.update.exponent,
-        "ahead": [_ahead(block) for block in worker.policy.blocks],
         "sharded": sum(hasattr(p, "to_local") for p in worker.policy.transformer.parameters()),
     }
 
@@ -150,11 +134,3 @@ def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.
         stats = worker.train(end, *[its_tickets[place] for place in first])
         if isinstance(stats, UpdateStats):
             return stats
-
-
-def _ahead(block: nn.Module) -> tuple[int, int]:
-    """How many blocks FSDP gathers ahead of this one, forward and backward."""
-    if not isinstance(block, FSDPModule):
-        return 0, 0
-    state = block._get_fsdp_state()
-    return len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)
