@@ -18,26 +18,8 @@ from async_flowrl.config.messages import did_you_mean
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dtype, lora_linear
 from async_flowrl.seeds import derive, generator, untouched_rng
-
-ADAPTER = "default"
-
-
-def compute_copies(layer: nn.Module, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, float]:
-    """Returns (A [rank, in], B [out, rank], alpha / rank) with A and B in `dtype`, by default that of the base weights.
-
-    If the parameters already have that dtype, they are returned themselves, without a copy.
-    """
-    live: Any = layer
-    dtype = dtype or compute_dtype(layer)
-    # `nn.Module`'s attribute lookup takes as long as the matrix product of a small layer.
-    a, b = (live._modules[part]._modules[ADAPTER]._parameters["weight"] for part in ("lora_A", "lora_B"))
-    return a.to(dtype), b.to(dtype), float(live.scaling[ADAPTER])
-
-
-def compute_dtype(layer: nn.Module) -> torch.dtype:
-    return cast("torch.dtype", cast("Any", layer).get_base_layer().weight.dtype)
-
 
 # Parts that torch.compile, gradient checkpointing and FSDP insert into the names of modules.
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -61,14 +43,12 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
     """Attaches the LoRA without initial values, also to a transformer on the meta device; raises as `add_lora`."""
     import peft
 
-    from async_flowrl.policies.lora_layer import LoraLinear
-
     check_fields(config, "lora.")
     transformer.requires_grad_(False)
     targets = targeted_modules(transformer, config, policy)
     sizes = {"r": config.rank, "lora_alpha": config.alpha}
     adapter = peft.LoraConfig(target_modules=targets, lora_dropout=0.0, bias="none", **sizes)
-    adapter._register_custom_module({nn.Linear: LoraLinear})  # documented under PEFT's "custom models"
+    adapter._register_custom_module({nn.Linear: lora_linear()})  # documented under PEFT's "custom models"
     # PEFT draws initial values in host memory, also where it then puts the layers on the meta device.
     shapes_only = all(parameter.is_meta for parameter in transformer.parameters())
     with untouched_rng(), torch.device("meta") if shapes_only else nullcontext():

@@ -15,24 +15,24 @@ from async_flowrl.policies.lora import (
     lora_modules,
     lora_parameters,
 )
-from async_flowrl.policies.lora_layer import LoraLinear
+from async_flowrl.policies.lora_layer import lora_linear
 from tests.support.tiny import adapted_policy
 
 SCALING = 3.0
 
 
-def adapted(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> LoraLinear:
+def adapted(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Any:
     """A layer [24 → 40] with bias and a random adapter of rank 8."""
     generator = torch.Generator().manual_seed(seed)
     base = nn.Linear(24, 40, dtype=dtype)
     config = peft.LoraConfig(r=8, lora_alpha=8 * SCALING, target_modules=["0"])
-    config._register_custom_module({nn.Linear: LoraLinear})
+    config._register_custom_module({nn.Linear: lora_linear()})
     network = peft.get_peft_model(cast("Any", nn.Sequential(base)), config)
     (layer,) = lora_modules(network).values()
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     layer.base_layer.requires_grad_(False)
-    return cast("LoraLinear", layer)
+    return layer
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return x, torch.randn(3, 5, 40, generator=generator).to(dtype)
 
 
-def referee(layer: LoraLinear, x: Tensor, g: Tensor) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+def referee(layer: Any, x: Tensor, g: Tensor) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
     """Output and gradients by hand, in NumPy's float64 and with explicit sums: no matrix product of torch's."""
     a, b, scaling = compute_copies(layer)
     a, b, w, bias = (t.detach().double().numpy() for t in (a, b, layer.base_layer.weight, layer.base_layer.bias))
@@ -83,7 +83,7 @@ def test_a_rollout_with_compute_copies_gives_the_bits_of_a_trainer_with_float32_
 
 def test_every_adapted_layer_of_a_network_computes_so() -> None:
     policy = adapted_policy(dtype="bfloat16")
-    assert {type(layer) for layer in lora_modules(policy.transformer).values()} == {LoraLinear}
+    assert {type(layer) for layer in lora_modules(policy.transformer).values()} == {lora_linear()}
     dtypes = compute_dtypes(policy.transformer)
     assert dtypes.keys() == lora_parameters(policy.transformer).keys()
     assert set(dtypes.values()) == {torch.bfloat16}
