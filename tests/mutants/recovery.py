@@ -225,13 +225,13 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a damaged state is kept",
-        {"async_flowrl.controller.checkpoints:files_digest": lambda digest: lambda files: Anything()},
+        {"async_flowrl.controller.kept_state:files_digest": lambda digest: lambda files: Anything()},
         f"{STATES}:test_a_state_that_arrives_damaged_ends_the_run_by_name",
         raises=("Failed",),
     ),
     Mutant(
         "the state that is on its way when an attempt ends is lost",
-        {"async_flowrl.controller.checkpoints:KeptStates.settle": nothing_awaited},
+        {"async_flowrl.controller.kept_state:KeptStates.settle": nothing_awaited},
         f"{STATES}:test_a_state_that_is_on_its_way_when_another_rank_dies_is_kept",
         raises=("AssertionError", "WorkerDied"),
     ),
