@@ -119,12 +119,12 @@ class Member:
                 self._broadcast(room, lambda end: intake.take(data[intake.digests.end : end]), lambda: digests)
             return intake.accept_with(digests.cpu().numpy())
 
-    def _broadcast(self, buffer: Tensor, seen: Callable[[int], None], behind: Callable[[], Tensor]) -> None:
+    def _broadcast(self, buffer: Tensor, arrived: Callable[[int], None], behind: Callable[[], Tensor]) -> None:
         link, epoch = self._link, self._epoch
         if link is None or epoch is None:
             raise TransferFailed("broadcast before the members were ready")
         try:
-            link.broadcast(buffer, Limit.of(self._aborted, epoch.limit(buffer.shape[0])), seen, behind)
+            link.broadcast(buffer, Limit.of(self._aborted, epoch.limit(buffer.shape[0])), arrived, behind)
         except WeightsMismatch:
             self.abort()
             raise

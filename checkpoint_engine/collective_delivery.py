@@ -95,9 +95,9 @@ class CollectiveBroadcast:
             except Exception as error:  # any error: the caller delivers in another way
                 await self._give_up(f"version {version} goes without {self.name}", members, [error])
                 return {member.name: error for member in members}
-            lost = [r for r in results.values() if isinstance(r, BaseException) and not error_names(r) & _VERIFIED]
-            if lost:
-                await self._give_up(f"version {version} goes without {self.name}", members, lost)
+            failures = [r for r in results.values() if isinstance(r, BaseException) and not error_names(r) & _VERIFIED]
+            if failures:
+                await self._give_up(f"version {version} goes without {self.name}", members, failures)
             else:
                 self._in_a_row = 0
             return results
@@ -181,13 +181,13 @@ class CollectiveBroadcast:
         # The task is started right after the question whether the member is ready, which saves one round trip.
         loop, number = asyncio.get_running_loop(), self._number
         calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
-        asked = [loop.create_task(call) for call in calls]
+        questions = [loop.create_task(call) for call in calls]
         accepting = {member.name: loop.create_task(member.accept(draft)) for member in members}
         try:
             async with asyncio.timeout(self._ready_seconds):
-                await asyncio.gather(*asked)
+                await asyncio.gather(*questions)
         except BaseException:  # the caller then aborts the group, which frees members that wait
-            await _ended([*asked, *accepting.values()])
+            await _ended([*questions, *accepting.values()])
             raise
         return accepting
 

@@ -119,11 +119,11 @@ class Delivery:
         self._background.check()
         if receiver.name in self._queues:
             raise ValueError(f"receiver {receiver.name} has joined already")
-        asked = set(versions)
-        lost = asked - self._headers.keys() - self._staged
-        if lost:
-            raise VersionGone(f"versions {sorted(lost)} are not retained, only {sorted(self._headers)} are")
-        oldest = min(asked) if asked else max(self._headers, default=-1) + 1
+        requested = set(versions)
+        missing = requested - self._headers.keys() - self._staged
+        if missing:
+            raise VersionGone(f"versions {sorted(missing)} are not retained, only {sorted(self._headers)} are")
+        oldest = min(requested) if requested else max(self._headers, default=-1) + 1
         async with self._sealing:
             # Versions evicted while this waited are left out: newer ones have replaced them.
             newer = [self._headers[version] for version in sorted(self._headers) if version >= oldest]
@@ -178,7 +178,7 @@ class Delivery:
         """Broadcasts to idle receivers, if there is a collective transport; returns receiver → Ack or error."""
         if self._broadcast is None:
             return {}
-        idle, busy = ([queue.endpoint for queue in queues if queue.idle == wanted] for wanted in (True, False))
+        idle, busy = ([queue.endpoint for queue in queues if queue.idle == state] for state in (True, False))
         try:
             results = await self._broadcast(version, idle, busy)
         except MemberBusy as why:

@@ -65,21 +65,21 @@ class Gather:
         self._buckets = _buckets(layout, bucket_bytes)
         ends = [(bucket[0], bucket[-1]) for bucket in self._buckets]
         # By bucket and rank: first byte of the bucket in the rank's share, and the one behind it.
-        self._spans = [[(own.entries[a].offset, own.entries[z].end) for own in self._shares] for a, z in ends]
+        self._spans = [[(share.entries[a].offset, share.entries[z].end) for share in self._shares] for a, z in ends]
         self._count = 0
 
     def share(self, flat: Tensor, ready: Any = None) -> Share:
         """Returns this rank's share of a version, the vector [n] in the dtype that is sent; it takes the sample."""
-        own, rows = self._shares[self.rank], flat.view(torch.uint8)
-        return Share(rows, sample(own, list(own.views(rows).values())), ready)
+        layout, rows = self._shares[self.rank], flat.view(torch.uint8)
+        return Share(rows, sample(layout, list(layout.views(rows).values())), ready)
 
     def send(self, share: Share) -> None:
         """Sends this rank's rows to the first rank. Raises TransferFailed."""
-        own, under_way = self._own(share), deque[Any]()
+        pieces, under_way = self._local_rows(share), deque[Any]()
         for number in range(len(self._buckets)):
             if len(under_way) == UNDER_WAY:
                 _settle(under_way.popleft())
-            under_way.append(self._started("send", next(own), 0, number))
+            under_way.append(self._started("send", next(pieces), 0, number))
         under_way.append(self._started("send", share.sample.cpu().view(torch.uint8), 0, len(self._buckets)))
         while under_way:
             _settle(under_way.popleft())
@@ -91,18 +91,18 @@ class Gather:
         `whole` are the tensors in these bytes, in layout order. Raises TransferFailed, and WeightsMismatch if the rows
         of a rank are not those of which it has taken its sample.
         """
-        own, rooms = self._own(share), self._rooms
+        local, rooms = self._local_rows(share), self._rooms
         coming = self._coming(0, rooms[0])
         for number, bucket in enumerate(self._buckets):
             came, coming = coming, self._coming(number + 1, rooms[(number + 1) % UNDER_WAY])
-            pieces = [next(own)]
+            pieces = [next(local)]
             for receipt, piece in came:
                 _settle(receipt)
                 pieces.append(piece)
             self._place(bucket, number, [piece.numpy() for piece in pieces], work)
         for rank, layout in enumerate(self._shares):
             rows = [shard_rows(len(tensor), len(self._shares), rank) for tensor in whole]
-            views = [tensor[own.start : own.stop] for tensor, own in zip(whole, rows, strict=True)]
+            views = [tensor[local.start : local.stop] for tensor, local in zip(whole, rows, strict=True)]
             expected = torch.empty_like(sample(layout, views)) if rank else share.sample.cpu()
             if rank:
                 _settle(self._started("recv", expected.view(torch.uint8), rank, len(self._buckets)))
@@ -135,7 +135,7 @@ class Gather:
                     work.data[start:end] = block
                     work.feed(end)
 
-    def _own(self, share: Share) -> Iterator[Tensor]:
+    def _local_rows(self, share: Share) -> Iterator[Tensor]:
         """Yields this rank's rows of each bucket in host memory; on a GPU a piece is valid until the next but one."""
         spans, side = [spans[self.rank] for spans in self._spans], SideStream.of(share.flat.device)
         if side is None:

@@ -92,7 +92,7 @@ class Link(Protocol):
     def open(self, store: Store, epoch: Epoch, rank: int) -> None: ...
 
     def broadcast(
-        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+        self, buffer: Tensor, limit: Limit, arrived: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
         """Copies the sender's buffer uint8 [n] to every member's, bucket by bucket. Raises TransferFailed.
 
@@ -127,7 +127,7 @@ class TorchLink:
             self.group = nccl_group(store, rank, epoch.world)
 
     def broadcast(
-        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+        self, buffer: Tensor, limit: Limit, arrived: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
         options, end = dist.BroadcastOptions(), 0
         options.rootRank, options.rootTensor = SENDER, 0
@@ -142,21 +142,21 @@ class TorchLink:
                 for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
                     end += bucket.shape[0]
                     if early:
-                        seen(end)
+                        arrived(end)
                     under_way.append((group.broadcast([bucket], options), None if early else end))
                     if len(under_way) == MAX_BUCKETS_UNDER_WAY:
-                        self._settle(*under_way.popleft(), limit, seen)
+                        self._settle(*under_way.popleft(), limit, arrived)
                 self._in_use.append(behind())
                 under_way.append((group.broadcast([self._in_use[1]], options), None))
                 while under_way:
-                    self._settle(*under_way.popleft(), limit, seen)
+                    self._settle(*under_way.popleft(), limit, arrived)
             finally:
                 del group  # a traceback would keep the group alive
             if buffer.is_cuda:
                 torch.cuda.current_stream(buffer.device).synchronize()
             self._in_use = []
 
-    def _settle(self, work: Any, end: int | None, limit: Limit, seen: Callable[[int], None]) -> None:
+    def _settle(self, work: Any, end: int | None, limit: Limit, arrived: Callable[[int], None]) -> None:
         """Waits for one bucket, then calls `seen(end)`, unless `end` is None."""
         while not work.is_completed():
             if self.backend == "gloo":
@@ -169,7 +169,7 @@ class TorchLink:
             raise TransferFailed(f"NCCL: {error}")  # a collective that failed counts as completed too
         work.wait()
         if end is not None:
-            seen(end)
+            arrived(end)
 
     def abort(self) -> None:
         """Aborts a broadcast under way and destroys the group, which may wait for a peer until the deadline."""
@@ -189,17 +189,17 @@ def bucket_bytes(nbytes: int) -> int:
 def gloo_group(store: Store, rank: int, epoch: Epoch) -> Any:
     """Returns a gloo group on the interfaces GLOO_SOCKET_IFNAME, else on the address that leads to the sender."""
     # Torch's default, the address of the machine's host name, may be loopback.
-    made: Any = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    own = "" if names else address_towards(epoch.host, epoch.port)
-    options = made._Options()
+    hostname = "" if names else address_towards(epoch.host, epoch.port)
+    options = gloo._Options()
     options._timeout = epoch.setup
     options._devices = [
-        made.create_device(interface=names[i % len(names)]) if names else made.create_device(hostname=own)
+        gloo.create_device(interface=names[i % len(names)]) if names else gloo.create_device(hostname=hostname)
         for i in range(max(MIN_GLOO_CONNECTIONS, len(names)))
     ]
     options._threads = max(MAX_BUCKETS_UNDER_WAY, 2 * len(names))
-    return made(store, rank, epoch.world, options)
+    return gloo(store, rank, epoch.world, options)
 
 
 def address_towards(host: str, port: int) -> str:

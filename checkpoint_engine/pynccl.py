@@ -57,13 +57,13 @@ class PyncclLink:
             self._stream = cuda.Stream(self._device)
 
     def broadcast(
-        self, buffer: Tensor, limit: Limit, seen: Callable[[int], None], behind: Callable[[], Tensor]
+        self, buffer: Tensor, limit: Limit, arrived: Callable[[int], None], behind: Callable[[], Tensor]
     ) -> None:
         """Copies the sender's buffer uint8 [n] to every member's device; see `Link`. Raises TransferFailed."""
-        self._fill(buffer, limit, seen)
+        self._fill(buffer, limit, arrived)
         self._fill(behind(), limit, lambda end: None)
 
-    def _fill(self, buffer: Tensor, limit: Limit, seen: Callable[[int], None]) -> None:
+    def _fill(self, buffer: Tensor, limit: Limit, arrived: Callable[[int], None]) -> None:
         communicator, stream = self._communicator, self._stream
         if communicator is None or stream is None:
             raise TransferFailed("the group is not open")
@@ -85,7 +85,7 @@ class PyncclLink:
                 self._check(communicator)
                 limit.pause()
             end += count
-            seen(end)
+            arrived(end)
         self._check(communicator)
 
     def _check(self, communicator: Any) -> None:

@@ -225,7 +225,7 @@ class Background:
         if not optional.done():
             self._optional.add(optional)
             optional.add_done_callback(self._optional.discard)
-        optional.add_done_callback(_seen)
+        optional.add_done_callback(_retrieve_error)
 
     def fail(self, error: BaseException) -> None:
         """Fails the delivery with an error, unless it has failed already."""
@@ -253,8 +253,8 @@ class Background:
 
     async def close(self) -> None:
         under_way: list[asyncio.Future[Any]] = [*self._tasks, *self._optional]
-        for each in under_way:
-            each.cancel()
+        for future in under_way:
+            future.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -263,7 +263,7 @@ class Background:
             self.fail(error)
 
 
-def _seen(ended: "asyncio.Future[Any]") -> None:
+def _retrieve_error(ended: "asyncio.Future[Any]") -> None:
     # Takes the error of a future that perhaps nobody waits for, so that asyncio does not report it as forgotten.
     if not ended.cancelled():
         ended.exception()

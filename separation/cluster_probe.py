@@ -73,12 +73,12 @@ class Survey:
         """Returns the clock's offset of one node by the quickest of CLOCK_ROUNDS answers, or the error."""
         offsets: list[Offset] = []
         for _ in range(CLOCK_ROUNDS):
-            asked = time.time()
+            sent = time.time()
             answer = self._answers({node: _started(node, _run, "time:time")})[node]
             if isinstance(answer, Exception):
                 return answer
             answered = time.time()
-            offsets.append(Offset(answer - (asked + answered) / 2, (answered - asked) / 2))
+            offsets.append(Offset(answer - (sent + answered) / 2, (answered - sent) / 2))
         return min(offsets, key=lambda offset: offset.within)
 
     def broadcast(self, nbytes: int) -> dict[str, float | Exception]:

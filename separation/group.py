@@ -157,8 +157,8 @@ class Growth(Protocol):
     async def give_back(self, seat: Any) -> None:
         """Gives back a seat that no worker has."""
 
-    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
-        """Waits until nodes are announced to end; returns their workers (never none), except the names in `known`."""
+    async def departures(self, reported: Collection[str]) -> Sequence[Departure]:
+        """Waits until nodes are announced to end; returns their workers (never none), except those `reported`."""
 
     async def release(self, index: int) -> None:
         """Kills the worker, removes it from the pool and gives its seat back. A second call does nothing."""

@@ -56,13 +56,13 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
     return digests
 
 
-def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str, worker: str) -> None:
+def compare_code(here: Mapping[str, str], remote: Mapping[str, str], *, node: str, worker: str) -> None:
     """Raises OtherCode, which names package and node, if a digest differs: on the node, or because of an edit since.
 
-    `here` comes from `code_of` in this process when the run started, `there` from `code_of` in `worker` on `node`.
+    `here` comes from `code_of` in this process when the run started, `remote` from `code_of` in `worker` on `node`.
     """
     for package, digest in here.items():
-        if there.get(package) != digest:
+        if remote.get(package) != digest:
             if (now := code_of([package])[package]) != digest:
                 raise OtherCode(
                     f"{package} was edited while the run goes on (its code is {now} here, and {digest} when the run "
@@ -71,7 +71,7 @@ def compare_code(here: Mapping[str, str], there: Mapping[str, str], *, node: str
                 )
             raise OtherCode(
                 f"node {node} has another version of {package} than the node that this is started on (its code is "
-                f"{there.get(package)}, here {digest}; asked by {worker}): install the same version on every node, or "
+                f"{remote.get(package)}, here {digest}; asked by {worker}): install the same version on every node, or "
                 "run it from a folder that all nodes see"
             )
 
@@ -166,11 +166,11 @@ def left_in(group: Path, files: Sequence[str]) -> int | None:
     if (limit := limit_of(group, files)) is None:
         return None
     try:
-        taken = int((group / files[1]).read_text())
+        used = int((group / files[1]).read_text())
         stat = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return max(0, limit - taken + sum(int(stat.get(entry, 0)) for entry in files[2:]))
+    return max(0, limit - used + sum(int(stat.get(entry, 0)) for entry in files[2:]))
 
 
 PCI = Path("/sys/bus/pci/devices")

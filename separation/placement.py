@@ -72,10 +72,10 @@ def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
         raise ValueError(f"pool names must differ, got {', '.join(spec.name for spec in pools)}")
     reservations: list[Reservation] = []
     for spec in sorted(pools, key=lambda spec: not spec.process_group):
-        needs, each = needs_of(spec, exists), spec.workers_per_node or 1
+        needs, per_bundle = needs_of(spec, exists), spec.workers_per_node or 1
         if spec.process_group or spec.workers_per_node is not None:
-            bundles = (share_of_node(needs, each),) * (spec.num_workers // each)
-            seats = tuple(Seat(spec.name, index, index // each, needs) for index in range(spec.num_workers))
+            bundles = (share_of_node(needs, per_bundle),) * (spec.num_workers // per_bundle)
+            seats = tuple(Seat(spec.name, index, index // per_bundle, needs) for index in range(spec.num_workers))
             reservations.append(Reservation(spec.name, bundles, seats, apart=spec.workers_per_node is not None))
         else:
             for index in range(spec.least):
@@ -92,16 +92,16 @@ def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, f
     """
     if refusal := temporary_refusal():
         raise ResourcesMissing(refusal)
-    wanted = sum(spec.num_workers * spec.cpus_per_worker for spec in pools)
+    cpus = sum(spec.num_workers * spec.cpus_per_worker for spec in pools)
     allowed = cores * MAX_PROCESSES_PER_CORE
-    if wanted > allowed:
+    if cpus > allowed:
         rows = [(spec.name, spec.num_workers, f"{spec.num_workers * spec.cpus_per_worker:g}") for spec in pools]
         raise ResourcesMissing(
-            f"this machine can't hold {wanted:g} CPU worth of workers: {cores} cores, at most "
+            f"this machine can't hold {cpus:g} CPU worth of workers: {cores} cores, at most "
             f"{MAX_PROCESSES_PER_CORE} processes each = {allowed}\n{format_table(('pool', 'workers', 'CPU'), rows)}"
         )
     custom: dict[str, float] = {spec.name: float(spec.num_workers) for spec in pools if spec.gpus_per_worker > 0}
-    return max(1, -int(-wanted // 1)), custom
+    return max(1, -int(-cpus // 1)), custom
 
 
 def totals(groups: Iterable[Resources]) -> Counter[str]:
@@ -116,30 +116,31 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
     # Because the nodes together have too little, a bundle is larger than every node, or nodes for bundles apart are too
     # few.
     bundles = [bundle for reservation in reservations for bundle in reservation.bundles]
-    asked, exists = totals(bundles), totals(nodes)
-    for name in asked:
-        least = fewest_gpus(bundle.get(name, 0) for bundle in bundles) if name == "GPU" else asked[name]
+    needed, exists = totals(bundles), totals(nodes)
+    for name in needed:
+        least = fewest_gpus(bundle.get(name, 0) for bundle in bundles) if name == "GPU" else needed[name]
         if least > exists[name] + EPSILON:
             raise ResourcesMissing(shortage(reservations, nodes, _too_much(reservations, name, least, exists[name])))
     for bundle in bundles:
         if not any(holds(node, bundle) for node in nodes):
             raise ResourcesMissing(shortage(reservations, nodes, f"no node has {_text(bundle)} together"))
     for reservation in (one for one in reservations if one.apart):
-        bundle, wanted = reservation.bundles[0], len(reservation.bundles)
-        if (there := sum(holds(node, bundle) for node in nodes)) < wanted:
-            each = len(reservation.seats) // wanted
+        bundle, count = reservation.bundles[0], len(reservation.bundles)
+        if (fitting := sum(holds(node, bundle) for node in nodes)) < count:
+            per_node = len(reservation.seats) // count
             headline = (
-                f"{each} {reservation.name} worker{'s' * (each > 1)} per node {'need' if each > 1 else 'needs'} "
-                f"{wanted} nodes with {_text(bundle)}, and {there} {'has' if there == 1 else 'have'} that"
+                f"{per_node} {reservation.name} worker{'s' * (per_node > 1)} per node "
+                f"{'need' if per_node > 1 else 'needs'} {count} nodes with {_text(bundle)}, and {fitting} "
+                f"{'has' if fitting == 1 else 'have'} that"
             )
             raise ResourcesMissing(shortage(reservations, nodes, headline))
 
 
 def fewest_gpus(shares: Iterable[float]) -> float:
     """Returns a lower bound of the GPUs for these shares: no GPU is shared by whole shares, or two fractions > 0.5."""
-    asked = [share for share in shares if share > 0]
-    whole = sum(share for share in asked if share >= 1)
-    fractions = [share for share in asked if share < 1]
+    devices = [share for share in shares if share > 0]
+    whole = sum(share for share in devices if share >= 1)
+    fractions = [share for share in devices if share < 1]
     large = sum(share > 0.5 + EPSILON for share in fractions)
     return whole + max(math.ceil(sum(fractions) - EPSILON), large)
 
@@ -161,8 +162,8 @@ def _too_much(reservations: Sequence[Reservation], name: str, least: float, exis
 
 def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
     """Returns STRICT_PACK if `free`, the free resources of each node, has one with room for all bundles, else PACK."""
-    asked = totals(reservation.bundles)
-    one = any(holds(node, asked) for node in free)
+    needed = totals(reservation.bundles)
+    one = any(holds(node, needed) for node in free)
     return STRICT_PACK if one else PACK
 
 
@@ -201,19 +202,19 @@ def shortage(
     pools: dict[str, list[Seat]] = {}
     for seat in (seat for reservation in reservations for seat in reservation.seats):
         pools.setdefault(seat.pool, []).append(seat)
-    asked_rows = [
+    pool_rows = [
         (name, len(seats), _text(seats[0].share), _text(totals(seat.share for seat in seats)))
         for name, seats in pools.items()
     ]
-    asked = totals(bundle for reservation in reservations for bundle in reservation.bundles)
+    needed = totals(bundle for reservation in reservations for bundle in reservation.bundles)
     exists = totals(nodes)
     header = ["resource", "asked", "exists", "missing"] + (["free now"] if free else [])
     rows = [
-        [name, f"{asked[name]:g}", f"{exists[name]:g}", f"{max(0.0, asked[name] - exists[name]):g}"]
+        [name, f"{needed[name]:g}", f"{exists[name]:g}", f"{max(0.0, needed[name] - exists[name]):g}"]
         + ([f"{free(name):g}"] if free else [])
-        for name in asked
+        for name in needed
     ]
-    tables = [format_table(("pool", "workers", "each", "all"), asked_rows), format_table(header, rows)]
+    tables = [format_table(("pool", "workers", "each", "all"), pool_rows), format_table(header, rows)]
     if len(nodes) > 1 and free is None:
         tables.append(seating(reservations, nodes))
     return "\n".join([f"{headline}:", *tables])
@@ -258,9 +259,9 @@ def seating(reservations: Sequence[Reservation], nodes: Sequence[Resources]) -> 
             placed[index] += workers
             for name, amount in bundle.items():
                 left[index][name] -= amount
-    asked = list(totals(bundle for reservation in reservations for bundle in reservation.bundles))
+    resources = list(totals(bundle for reservation in reservations for bundle in reservation.bundles))
     rows = [
-        (address_of(node), ", ".join(f"{node.get(name, 0):g} {name}" for name in asked), ", ".join(names))
+        (address_of(node), ", ".join(f"{node.get(name, 0):g} {name}" for name in resources), ", ".join(names))
         for node, names in zip(nodes, placed, strict=True)
     ]
     if nowhere:

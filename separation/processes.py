@@ -53,13 +53,15 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def kill_new(before: Collection[psutil.Process]) -> list[psutil.Process]:
     """Kills all descendants of this process that are not in `before`, as `kill_trees` does, and returns them."""
-    return kill_trees(lambda: [each for each in descendants(os.getpid()) if each not in before])
+    return kill_trees(lambda: [process for process in descendants(os.getpid()) if process not in before])
 
 
 def kill_trees(roots: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Process]:
     """Kills the processes of `roots()` with their descendants; all are stopped first, so that none starts another."""
     stopped: list[psutil.Process] = []
-    while missed := [each for root in roots() for each in (root, *descendants(root.pid)) if each not in stopped]:
+    while missed := [
+        process for root in roots() for process in (root, *descendants(root.pid)) if process not in stopped
+    ]:
         for process in dict.fromkeys(missed):
             with suppress(psutil.NoSuchProcess):
                 process.suspend()

@@ -240,15 +240,15 @@ class RaySession:
         try:
             async with asyncio.timeout(seconds):
                 for reservation in reservations:
-                    taken = await self._reserve(reservation)
-                    pending.append(taken)
+                    group = await self._reserve(reservation)
+                    pending.append(group)
                     if len(reservation.bundles) > 1:
-                        await _created(taken)
-                        _log_spread(reservation, nodes_of(taken), nodes)
+                        await _created(group)
+                        _log_spread(reservation, nodes_of(group), nodes)
                     for seat in reservation.seats:
-                        reserved[seat.pool, seat.index] = ReservedSeat(taken, seat.bundle, seat.share)
-                for taken in pending:
-                    await _created(taken)
+                        reserved[seat.pool, seat.index] = ReservedSeat(group, seat.bundle, seat.share)
+                for group in pending:
+                    await _created(group)
         except TimeoutError as error:
             free = ray.available_resources()
             headline = f"the cluster did not free what was asked within {seconds:g} s"
@@ -262,16 +262,16 @@ class RaySession:
         # requested once.
         one_or_few = (packing(reservation, free_by_node()), PACK)
         for strategy in (STRICT_SPREAD,) if reservation.apart else dict.fromkeys(one_or_few):
-            taken = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
-            self._placement_groups.append(taken)
+            group = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
+            self._placement_groups.append(group)
             if strategy != STRICT_PACK or len(reservation.bundles) == 1:
                 break
             with suppress(TimeoutError):
-                await asyncio.wait_for(_created(taken), ONE_NODE_SECONDS)
+                await asyncio.wait_for(_created(group), ONE_NODE_SECONDS)
                 break
-            remove_placement_group(taken)
-            self._placement_groups.remove(taken)
-        return taken
+            remove_placement_group(group)
+            self._placement_groups.remove(group)
+        return group
 
 
 def _log_spread(reservation: Reservation, of_bundles: Sequence[str], nodes: Sequence[Resources]) -> None:

@@ -37,8 +37,8 @@ def free_by_node(nodes: Sequence[Mapping[str, Any]] | None = None) -> list[Resou
 
 def gpus_here() -> float:
     """Returns the number of GPUs that a cluster started on this machine would have, by Ray's count, without CUDA."""
-    if "GPU" in (given := json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE, "{}"))):
-        return float(given["GPU"])
+    if "GPU" in (resources := json.loads(os.environ.get(RESOURCES_ENVIRONMENT_VARIABLE, "{}"))):
+        return float(resources["GPU"])
     if (manager := get_accelerator_manager_for_resource("GPU")) is None:
         return 0.0
     count, visible = (

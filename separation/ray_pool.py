@@ -81,20 +81,20 @@ class Seats:
         # The session removes the groups in `reserved` at its end. This object adds its own groups to the list, and
         # takes them out when they are given back.
         self._needs, self._most, self._reserved = dict(needs), most, reserved
-        self._taken: list[PlacementGroup] = []
+        self._occupied: list[PlacementGroup] = []
         self._waiting: list[PlacementGroup] = []
         # Number of lost workers whose successors wait for a seat; they get one before new workers do.
         self._successors = 0
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> ReservedSeat:
-        self._taken.append(group)
+        self._occupied.append(group)
         return ReservedSeat(group, 0, self._needs, _node_of(group) or "")
 
     async def available(self, seconds: float) -> list[ReservedSeat]:
         end = asyncio.get_running_loop().time() + seconds
         seats: list[ReservedSeat] = []
-        while len(self._taken) < self._most and (seat := await self._until(end)) is not None:
+        while len(self._occupied) < self._most and (seat := await self._until(end)) is not None:
             seats.append(seat)
         return seats
 
@@ -124,8 +124,8 @@ class Seats:
 
     async def give_back(self, seat: ReservedSeat) -> None:
         """Removes the seat's placement group; does nothing if that was done before."""
-        if seat.group in self._taken:
-            self._taken.remove(seat.group)
+        if seat.group in self._occupied:
+            self._occupied.remove(seat.group)
             await self._remove(seat.group)
 
     async def departing(self) -> Mapping[str, float]:
@@ -135,7 +135,7 @@ class Seats:
     async def _look(self) -> ReservedSeat | None:
         """Takes and returns a seat if one is free, else None; before that, requests the seats that are missing."""
         async with self._one_asks:
-            while len(self._taken) + len(self._waiting) < self._most:
+            while len(self._occupied) + len(self._waiting) < self._most:
                 if not await self._ask(self._reserve_one, False):
                     return None
         waiting = list(self._waiting)
@@ -148,17 +148,17 @@ class Seats:
                 self._waiting.remove(group)
                 await self._remove(group)
                 continue
-            self._taken.append(group)
+            self._occupied.append(group)
             self._waiting.remove(group)
             return ReservedSeat(group, 0, self._needs, node)
         return None
 
     def _reserve_one(self) -> bool:
         # Runs in the thread, so a cancelled caller cannot lose a placement group.
-        if len(self._taken) + len(self._waiting) < self._most:
-            asked = placement_group([dict(self._needs)], strategy="PACK")
-            self._reserved.append(asked)
-            self._waiting.append(asked)
+        if len(self._occupied) + len(self._waiting) < self._most:
+            group = placement_group([dict(self._needs)], strategy="PACK")
+            self._reserved.append(group)
+            self._waiting.append(group)
         return True
 
     async def _remove(self, group: PlacementGroup) -> None:
@@ -175,8 +175,8 @@ class Seats:
 
 
 def _node_of(group: PlacementGroup) -> str | None:
-    known: dict[str, Any] = placement_group_table(group)
-    return str(known["bundles_to_node_id"][0]) if known["state"] == "CREATED" else None
+    table: dict[str, Any] = placement_group_table(group)
+    return str(table["bundles_to_node_id"][0]) if table["state"] == "CREATED" else None
 
 
 class RayWorker:
@@ -218,8 +218,8 @@ class RayWorker:
         self.process = process_of(self.pid, *created_on)
         self.node = await self.call("separation.head_watchdog:settle_in", self._code is not None)
         if self._code:
-            there = await self.call("separation.node:code_of", list(self._code))
-            compare_code(self._code, there, node=self.node, worker=self.name)
+            remote = await self.call("separation.node:code_of", list(self._code))
+            compare_code(self._code, remote, node=self.node, worker=self.name)
         await self._answer(self._spec.factory, self._actor.build.remote(self._spec.factory, arguments))
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
@@ -413,14 +413,14 @@ class ElasticRayGroup(RayGroup):
     async def give_back(self, seat: ReservedSeat) -> None:
         await self._seats.give_back(seat)
 
-    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
+    async def departures(self, reported: Collection[str]) -> Sequence[Departure]:
         while True:
             ending = await self._seats.departing()
             sitting = [(worker, self._reserved[worker.index].node) for worker in self.workers]
             departures = [
                 Departure(worker, ending[node])
                 for worker, node in sitting
-                if node in ending and worker.name not in known
+                if node in ending and worker.name not in reported
             ]
             if departures:
                 return departures

@@ -24,14 +24,14 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 def main(parent: int, grace: float, command: list[str]) -> int:
     """Runs the command until it ends, the parent is gone, or SIGTERM arrives; returns its exit code, or 127."""
-    asked = False
+    stopping = False
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
 
     # Workers of Ray block SIGTERM, and the processes that they start inherit this.
-    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGTERM, stop)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -42,7 +42,7 @@ def main(parent: int, grace: float, command: list[str]) -> int:
     while (code := _ended(program)) is None:
         if os.getppid() != parent:
             break
-        if asked:
+        if stopping:
             _end_in_order(program, grace)
             break
         time.sleep(POLL_SECONDS)
@@ -84,7 +84,7 @@ def _kill_all() -> None:
 
 
 def _descendants() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if _alive(each)]
+    return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
 
 
 def _alive(process: psutil.Process) -> bool:

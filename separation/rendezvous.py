@@ -68,12 +68,12 @@ def interface_towards(host: str) -> str | None:
         family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
-            own = probe.getsockname()[0]
+            local = probe.getsockname()[0]
     except OSError:
         return None
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
-        if any(address.address.partition("%")[0] == own for address in addresses):
+        if any(address.address.partition("%")[0] == local for address in addresses):
             return name
     return None
 

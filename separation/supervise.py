@@ -73,7 +73,7 @@ async def supervised(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[Non
             interrupted = True
             body.cancel()
 
-    tasks = [asyncio.create_task(each, name=getattr(each, "__qualname__", None)) for each in coroutines]
+    tasks = [asyncio.create_task(coroutine, name=getattr(coroutine, "__qualname__", None)) for coroutine in coroutines]
     for task in tasks:
         task.add_done_callback(ended)
     try:

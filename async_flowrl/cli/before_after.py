@@ -96,12 +96,12 @@ def check_sizes(job: Job) -> None:
     """Raises ValueError if the model cannot make an image's size; the message names the prompt that brings the size."""
     model = resolve_model(job.config.model)
     places = {job.resolution(place): place for place in reversed(range(len(job.prompts)))}
-    for size, place in sorted(places.items(), key=lambda each: each[1]):
+    for size, place in sorted(places.items(), key=lambda item: item[1]):
         try:
             shapes_of(model, size)
         except ValueError as error:
-            own = not job.one_size and job.prompts[place].resolution is not None
-            raise ValueError(f"{f'prompt {place}: ' if own else ''}{error}") from error
+            from_prompt = not job.one_size and job.prompts[place].resolution is not None
+            raise ValueError(f"{f'prompt {place}: ' if from_prompt else ''}{error}") from error
 
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:
@@ -155,9 +155,9 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
         for place, prompt in enumerate(job.prompts):
             parts = []
             for seed in job.seeds:
-                made = partial(_images, pipeline, policy, job, prompt, place, seed)
+                make_images = partial(_images, pipeline, policy, job, prompt, place, seed)
                 # In a thread, because the event loop of this thread must keep watching the servers.
-                parts.append(made() if isinstance(servers, NoServers) else await asyncio.to_thread(made))
+                parts.append(make_images() if isinstance(servers, NoServers) else await asyncio.to_thread(make_images))
             images = np.concatenate(parts)
             if place < SHOWN_PROMPTS:
                 results.images[place] = images[:SHOWN_IMAGES]
@@ -189,17 +189,17 @@ async def scored(
     Raises RewardError if a required term, or every term, still has no score.
     """
     parts: list[Scores] = []
-    asked = tuple(config.terms)
+    terms = tuple(config.terms)
     for attempt in range(config.retries + 1):
-        await servers.up(asked)
-        if (gone := without_server(servers, asked)) is not None:
+        await servers.up(terms)
+        if (gone := without_server(servers, terms)) is not None:
             parts.append(gone)
-            asked = tuple(name for name in asked if name not in gone.failed)
-            if not asked:
+            terms = tuple(name for name in terms if name not in gone.failed)
+            if not terms:
                 break
-        parts.append(await reward.attempt(prompt, images, executor, only=asked))
-        asked = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
-        if not asked or attempt == config.retries:
+        parts.append(await reward.attempt(prompt, images, executor, only=terms))
+        terms = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
+        if not terms or attempt == config.retries:
             break
         await asyncio.sleep(config.backoff * 2**attempt)
     return reward.demanded(combined(config.terms, parts))
@@ -221,7 +221,7 @@ def noise(config: Config, policy: Policy, size: Resolution, place: int, seed: in
     """Initial latents [n, ...] in the model family's layout; `evaluate.seed` gives those of a run's evaluations."""
     shape = policy.latent_shape(size)
     seeds = [derive(seed, "evaluation", place, image) for image in range(config.evaluate.images_per_prompt)]
-    return torch.stack([torch.randn(shape, generator=generator(each)) for each in seeds])
+    return torch.stack([torch.randn(shape, generator=generator(image_seed)) for image_seed in seeds])
 
 
 def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:

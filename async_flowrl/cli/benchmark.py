@@ -83,17 +83,17 @@ def variants(devices: int, rollout: int) -> list[Variant]:
     ]
 
 
-def chosen(given: argparse.Namespace) -> list[Variant]:
+def chosen(options: argparse.Namespace) -> list[Variant]:
     """Returns the variants that the arguments ask for. Raises ValueError for too few devices or an unknown name."""
-    split = [int(each) for each in given.split.split(":")] if given.split else []
-    devices = sum(split) or given.devices or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+    split = [int(number) for number in options.split.split(":")] if options.split else []
+    devices = sum(split) or options.devices or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
     if devices < 2 or len(split) not in (0, 2) or 0 in split:
-        raise ValueError(f"separate pools need two devices or more, got --devices {devices} --split {given.split}")
+        raise ValueError(f"separate pools need two devices or more, got --devices {devices} --split {options.split}")
     every = variants(devices, split[0] if split else devices // 2)
     names = [variant.name for variant in every]
-    if unknown := [name for name in given.only if name not in names]:
+    if unknown := [name for name in options.only if name not in names]:
         raise ValueError(unknown_name("--only", unknown[0], names))
-    return [variant for variant in every if not given.only or variant.name in given.only]
+    return [variant for variant in every if not options.only or variant.name in options.only]
 
 
 def run(variant: Variant, overrides: Sequence[str], folder: Path) -> Measured:
@@ -122,19 +122,19 @@ def read(name: str, summary: Mapping[str, Any]) -> Measured:
     )
 
 
-def compare(given: argparse.Namespace, wanted: Sequence[Variant]) -> list[dict[str, Measured]]:
+def compare(options: argparse.Namespace, selected: Sequence[Variant]) -> list[dict[str, Measured]]:
     """Makes all repeats, forwards and backwards in turn, so that a slowing machine favours none."""
-    overrides = [f"total_steps={given.steps}", *DEFAULT_LOAD, *given.overrides]
+    overrides = [f"total_steps={options.steps}", *DEFAULT_LOAD, *options.overrides]
     rounds = []
     with tempfile.TemporaryDirectory() as place:
-        compose_config(wanted[0].mode, [*overrides, f"output_dir={place}/none"])
-        for repeat in range(given.repeats):
+        compose_config(selected[0].mode, [*overrides, f"output_dir={place}/none"])
+        for repeat in range(options.repeats):
             measured = {}
-            for variant in reversed(wanted) if repeat % 2 else wanted:
-                say(f"repeat {repeat + 1} of {given.repeats}: {variant.name}\n", sys.stderr)
+            for variant in reversed(selected) if repeat % 2 else selected:
+                say(f"repeat {repeat + 1} of {options.repeats}: {variant.name}\n", sys.stderr)
                 folder = Path(place) / f"{repeat}-{variant.name.replace(' ', '-')}"
                 measured[variant.name] = run(variant, overrides, folder)
-            rounds.append({variant.name: measured[variant.name] for variant in wanted})
+            rounds.append({variant.name: measured[variant.name] for variant in selected})
     return rounds
 
 
@@ -146,10 +146,8 @@ def markdown(command: str, rounds: Sequence[Mapping[str, Measured]]) -> str:
     """Returns the table, medians with the smallest and largest value; ratios are taken within one repeat."""
     rows = [HEAD, ("---",) * len(HEAD)]
     for name in rounds[0]:
-        runs = [each[name] for each in rounds]
-        gain = (
-            [each[BASELINE].step_seconds / each[name].step_seconds for each in rounds] if BASELINE in rounds[0] else []
-        )
+        runs = [repeat[name] for repeat in rounds]
+        gain = [repeat[BASELINE].step_seconds / repeat[name].step_seconds for repeat in rounds if BASELINE in repeat]
         rows.append(
             (
                 name,
@@ -173,9 +171,9 @@ def picture(rounds: Sequence[Mapping[str, Measured]], path: Path) -> None:
     from matplotlib import pyplot
 
     names = list(rounds[0])
-    rates = [median(each[name].images_per_s for each in rounds) for name in names]
+    rates = [median(repeat[name].images_per_s for repeat in rounds) for name in names]
     allowed = [
-        median(each[name].images_per_s * each[name].step_seconds / each[name].bound_seconds for each in rounds)
+        median(repeat[name].images_per_s * repeat[name].step_seconds / repeat[name].bound_seconds for repeat in rounds)
         for name in names
     ]
     figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(names) + 1.6))
@@ -205,16 +203,17 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark and writes its files; returns 0, or 2 for wrong arguments and failed runs."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    given = parser().parse_intermixed_args(words)
+    options = parser().parse_intermixed_args(words)
     try:
-        rounds = compare(given, chosen(given))
+        rounds = compare(options, chosen(options))
     except (ConfigError, ValueError, RunFailed) as error:
         say(f"async_flowrl: {error}\n", sys.stderr)
         return 2
     command = shlex.join(["async-flowrl", "benchmark", *words])
-    out: Path = given.out.expanduser()
+    out: Path = options.out.expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    record = {"command": command, "rounds": [{name: asdict(run) for name, run in each.items()} for each in rounds]}
+    repeats = [{name: asdict(run) for name, run in measured.items()} for measured in rounds]
+    record = {"command": command, "rounds": repeats}
     (out / "benchmark.json").write_text(json.dumps(record, indent=2) + "\n")
     (out / "benchmark.md").write_text(text := markdown(command, rounds), encoding="utf-8")
     picture(rounds, out / "benchmark.png")

@@ -68,11 +68,11 @@ class Roofline:
     """Roofline model: a kernel takes the larger of its time for arithmetic and its time for memory traffic."""
 
     card: Card
-    given: Assumptions = Assumptions()
+    assumptions: Assumptions = Assumptions()
 
     def kernel(self, flops: float, moved: int, dtype: torch.dtype | None) -> float:
         """Returns the seconds of a kernel; `moved`: bytes read and written; `dtype`: that of its matrix products."""
-        return max(self.arithmetic(flops, dtype), self.traffic(moved), self.given.launch_seconds)
+        return max(self.arithmetic(flops, dtype), self.traffic(moved), self.assumptions.launch_seconds)
 
     def is_arithmetic(self, flops: float, moved: int, dtype: torch.dtype | None) -> bool:
         """Returns whether arithmetic takes at least as long as memory traffic and the launch."""
@@ -81,38 +81,45 @@ class Roofline:
     def arithmetic(self, flops: float, dtype: torch.dtype | None) -> float:
         """Returns the seconds of `flops`; dtypes of less than 32 bits run on tensor cores, None as float32."""
         if dtype is not None and dtype.itemsize < 4:
-            return flops / (self.card.bfloat16 * self.given.tensor_core_share)
-        return flops / (self.card.float32 * self.given.float32_share)
+            return flops / (self.card.bfloat16 * self.assumptions.tensor_core_share)
+        return flops / (self.card.float32 * self.assumptions.float32_share)
 
     def traffic(self, moved: int) -> float:
         """Returns the seconds to read and write `moved` bytes of the card's memory."""
-        return moved / (self.card.bandwidth * self.given.bandwidth_share)
+        return moved / (self.card.bandwidth * self.assumptions.bandwidth_share)
 
     def collective(self, sent: float) -> float:
         """Returns the seconds of collectives in which this rank sends `sent` bytes."""
-        return sent / (self.card.links * self.given.link_share)
+        return sent / (self.card.links * self.assumptions.link_share)
 
     def delivery(self, size: int, share: int | None = None) -> float:
         """Returns the seconds to stage, send and receive a version of `size` bytes."""
         # `share` are the bytes that each rank sends if the ranks share the weights. They send them in buckets, so that
         # the copies to and from the hosts go on beside the network.
-        given = self.given
+        assumptions = self.assumptions
         if share is not None and share < size:
-            slower = min(given.host_bytes_per_second, given.network_bytes_per_second)
+            slower = min(assumptions.host_bytes_per_second, assumptions.network_bytes_per_second)
             return self.traffic(2 * share) + size / slower
-        return self.traffic(2 * size) + 2 * size / given.host_bytes_per_second + size / given.network_bytes_per_second
+        return (
+            self.traffic(2 * size)
+            + 2 * size / assumptions.host_bytes_per_second
+            + size / assumptions.network_bytes_per_second
+        )
 
     def activation(self, size: int, *, from_host: bool) -> float:
         """Returns the seconds to put a version of `size` bytes into a network, from host memory or within the card."""
-        return size / self.given.host_bytes_per_second if from_host else self.traffic(2 * size)
+        return size / self.assumptions.host_bytes_per_second if from_host else self.traffic(2 * size)
 
 
 def cards_of(names: str) -> list[Card]:
     """Returns the cards of names with commas, or of `all`. ValueError, with the nearest name, for an unknown one."""
     if names.lower() == ALL:
         return list(CARDS.values())
-    known, wanted = {name.upper(): card for name, card in CARDS.items()}, [name.strip() for name in names.split(",")]
-    for name in wanted:
-        if name.upper() not in known:
-            raise ValueError(unknown_name("--card", name, [*CARDS, ALL] if len(wanted) == 1 else CARDS))
-    return [known[name.upper()] for name in wanted]
+    by_name, requested = (
+        {name.upper(): card for name, card in CARDS.items()},
+        [name.strip() for name in names.split(",")],
+    )
+    for name in requested:
+        if name.upper() not in by_name:
+            raise ValueError(unknown_name("--card", name, [*CARDS, ALL] if len(requested) == 1 else CARDS))
+    return [by_name[name.upper()] for name in requested]

@@ -70,7 +70,7 @@ class Row:
     holds: bool
     difference: float | None = None
     relative: float | None = None
-    said: str = ""
+    text: str = ""
 
 
 @dataclass
@@ -129,12 +129,12 @@ class Job:
         return torch.stack(drawn).to(self.device)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Prints the table and the first step that differs; returns 0 (all agree), 1 or 2 (nothing to compare)."""
     # After agreement it records that the family was checked, so that runs no longer warn.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        job = job_of(settings_of(given), given.prompt, "cuda" if torch.cuda.is_available() else "cpu")
+        job = job_of(settings_of(options), options.prompt, "cuda" if torch.cuda.is_available() else "cpu")
     except (ValueError, OSError, ImportError) as error:
         logger.error("async_flowrl: %s", error)
         return exit_codes.CONFIG
@@ -143,7 +143,7 @@ def run(given: argparse.Namespace) -> int:
     rows = compare(job)
     sys.stdout.write(f"{table(rows)}\n")
     if first := next((row for row in rows if not row.holds), None):
-        sys.stdout.write(f"{first.step} is the first step that differs: {first.said}\n")
+        sys.stdout.write(f"{first.step} is the first step that differs: {first.text}\n")
         return exit_codes.ERROR
     try:
         write_stamp(family, job.pipeline_name, job.how)
@@ -153,28 +153,30 @@ def run(given: argparse.Namespace) -> int:
     return exit_codes.OK
 
 
-def settings_of(given: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> Settings:
     """Returns the arguments as settings; what is not given is the usual value of the model's family."""
     model = ModelConfig(
-        path=given.model,
-        family=absolute(given.family),
-        dtype=given.dtype,
-        tiny=TinyConfig(family=absolute(given.tiny_family)),
-        max_sequence_length=given.max_sequence_length,
+        path=options.model,
+        family=absolute(options.family),
+        dtype=options.dtype,
+        tiny=TinyConfig(family=absolute(options.tiny_family)),
+        max_sequence_length=options.max_sequence_length,
     )
     cfg, embedded = load_family(resolve_model(model).family).usual_guidance
-    if given.guidance is not None:
-        cfg, embedded = (cfg, given.guidance) if embedded > 0 else (given.guidance, embedded)
-    resolution = resolution_option(given.resolution or ("32" if given.model == "tiny" else "512"))
-    sampling = Sampling(resolution, given.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
+    if options.guidance is not None:
+        cfg, embedded = (cfg, options.guidance) if embedded > 0 else (options.guidance, embedded)
+    resolution = resolution_option(options.resolution or ("32" if options.model == "tiny" else "512"))
+    sampling = Sampling(resolution, options.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
     return Settings(model, sampling)
 
 
 def table(rows: Sequence[Row]) -> str:
     """One row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
-    numbers = [["–" if each is None else f"{each:.2g}" for each in (row.difference, row.relative)] for row in rows]
-    said = [(row.step, "yes" if row.holds else "no", *of) for row, of in zip(rows, numbers, strict=True)]
-    return format_table(("step", "equal", "max |difference|", "relative"), said)
+    cells = []
+    for row in rows:
+        numbers = ("–" if number is None else f"{number:.2g}" for number in (row.difference, row.relative))
+        cells.append((row.step, "yes" if row.holds else "no", *numbers))
+    return format_table(("step", "equal", "max |difference|", "relative"), cells)
 
 
 def job_of(settings: Settings, prompt: str, device: str) -> Job:
@@ -205,7 +207,7 @@ def compare(job: Job) -> list[Row]:
     with torch.no_grad():
         stock = _tried("stock call", lambda: record(job.pipeline, job.settings, job.prompt, job.start()))
         if isinstance(stock, Row):
-            return [replace(stock, said=f"{stock.said}; are guidance_arguments those of {job.pipeline_name}?")]
+            return [replace(stock, text=f"{stock.text}; are guidance_arguments those of {job.pipeline_name}?")]
         branches = _tried(EMBEDDINGS, lambda: _encoded(job))
         if isinstance(branches, Row):
             return [branches]
@@ -227,14 +229,14 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
         """Returns the latents after every step of deterministic sampling with the family's schedule."""
         x, latents = job.start(), []
         for sigma, after in pairwise(policy.sigmas(sampling.num_inference_steps, sampling.resolution)):
-            now, then = (each.to(x.device).expand(len(x)) for each in (sigma, after))
+            now, then = (level.to(x.device).expand(len(x)) for level in (sigma, after))
             x = sde.ode_step(x, velocity(x, now[:1]), now, then)
             latents.append(x)
         return latents
 
     def decoded() -> Row:
-        made = policy.decode(stock.after[-1], sampling.resolution).cpu()
-        return row_of(DECODE, [(made, torch.from_numpy(stock.images))], absolute=LEVELS[job.model.dtype])
+        images = policy.decode(stock.after[-1], sampling.resolution).cpu()
+        return row_of(DECODE, [(images, torch.from_numpy(stock.images))], absolute=LEVELS[job.model.dtype])
 
     def in_one_batch() -> Tensor:
         sigmas = stock.sigmas[: len(stock.before)].repeat_interleave(IMAGES).to(job.device)
@@ -245,7 +247,7 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
         tensors = _adapted(policy)
         adapted = denoised()[-1]
         if gap(adapted, bare)[1] <= relative:
-            return Row(LORA, False, said="the adapter changes nothing: is it on a branch whose output is dropped?")
+            return Row(LORA, False, text="the adapter changes nothing: is it on a branch whose output is dropped?")
         job.pipeline.unload_lora_weights()  # Its network is the policy's.
         with tempfile.TemporaryDirectory() as work:
             lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
@@ -269,13 +271,13 @@ def _tried(step: str, make: Callable[[], T]) -> T | Row:
     try:
         return make()
     except Exception as error:
-        return Row(step, False, said=where_raised(error))
+        return Row(step, False, text=where_raised(error))
 
 
 def where_raised(error: BaseException) -> str:
     """Returns an exception on one line with file and line: the last one that is not of an installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
+    frame = next((candidate for candidate in reversed(frames) if "site-packages" not in candidate.filename), frames[-1])
     return f"{in_one_line(error)} ({frame.filename}:{frame.lineno})"
 
 
@@ -283,7 +285,7 @@ def _encoded(job: Job) -> list[Branch]:
     encoded = list(job.policy.encode([job.prompt]))
     if job.sampling.true_cfg_scale > 1:
         encoded += job.policy.encode([job.sampling.negative_prompt], negative=True)
-    return [{name: torch.as_tensor(value).to(job.device) for name, value in each.items()} for each in encoded]
+    return [{name: torch.as_tensor(value).to(job.device) for name, value in values.items()} for values in encoded]
 
 
 def _schedule(job: Job, stock: Stock) -> Row:
@@ -291,11 +293,11 @@ def _schedule(job: Job, stock: Stock) -> Row:
     ours = job.policy.sigmas(job.sampling.num_inference_steps, job.sampling.resolution)
     row = row_of(SCHEDULE, zip(ours[:, None], stock.sigmas[:, None], strict=False), absolute=job.relative)
     if ours.shape != stock.sigmas.shape:
-        row = Row(SCHEDULE, False, said=f"the family has {len(ours)} sigmas, the stock pipeline {len(stock.sigmas)}")
+        row = Row(SCHEDULE, False, text=f"the family has {len(ours)} sigmas, the stock pipeline {len(stock.sigmas)}")
     kind = type(job.pipeline.scheduler).__name__
     if row.holds or kind == EULER:
         return row
-    return replace(row, said=f"{row.said}; the stock pipeline steps with {kind}, a run steps as {EULER} does")
+    return replace(row, text=f"{row.text}; the stock pipeline steps with {kind}, a run steps as {EULER} does")
 
 
 def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
@@ -312,10 +314,10 @@ def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
     return min(rows, key=lambda row: (row.holds, -(row.difference or 0.0)))
 
 
-def _input(name: str, given: Any, network: Sequence[Inputs], relative: float) -> Row:
+def _input(name: str, value: Any, network: Sequence[Inputs], relative: float) -> Row:
     # Compares an argument of the network with the nearest row of the stock pipeline's. Only tensors are compared. A
     # tensor of ones that only one side gives equals none: a mask that masks nothing.
-    mine, others = list(_tensors(given)), [tensor for call in network for tensor in _tensors(call.get(name))]
+    mine, others = list(_tensors(value)), [tensor for call in network for tensor in _tensors(call.get(name))]
     if not mine or not others:
         lonely = [tensor for tensor in (*mine, *others) if not bool((tensor == 1).all())]
         whose = "family" if mine else "stock pipeline"
@@ -323,19 +325,19 @@ def _input(name: str, given: Any, network: Sequence[Inputs], relative: float) ->
             EMBEDDINGS, not lonely, 0.0, 0.0, f"only the {whose} gives {name} to the network: {CAUSES[EMBEDDINGS]}"
         )
     ours = mine[0]
-    candidates = [each for other in others for each in (other, *(row[None] for row in other)) if each.dim()]
+    candidates = [tensor for other in others for tensor in (other, *(row[None] for row in other)) if tensor.dim()]
     fitting = [other for other in (*others, *candidates) if other.shape == ours.shape]
     nearest = min(fitting, key=lambda other: gap(ours, other)[0], default=others[0])
     row = row_of(EMBEDDINGS, [(ours, nearest)], relative=relative)
-    return row if row.holds else replace(row, said=f"{name} differs {row.said}")
+    return row if row.holds else replace(row, text=f"{name} differs {row.text}")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value.detach().float() if not value.is_complex() else torch.view_as_real(value.detach())
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _is_latents_or_time(name: str) -> bool:
@@ -372,13 +374,13 @@ def row_of(
     for number, (ours, theirs) in enumerate(pairs):
         if ours.shape != theirs.shape:
             shapes = f"the family's shape is {list(ours.shape)}, the stock pipeline's {list(theirs.shape)}"
-            return Row(step, False, said=f"{shapes}: {CAUSES[step]}")
+            return Row(step, False, text=f"{shapes}: {CAUSES[step]}")
         gaps.append(gap(ours, theirs))
         if first is None and (gaps[-1][0] > absolute or gaps[-1][1] > relative):
             first = number
-    largest = max(gaps, key=lambda each: each[1])
-    said = "" if first is None else f"by {gaps[first + 1][0]:.2g} at number {first}: {CAUSES[step]}"
-    return Row(step, first is None, *largest, said)
+    largest = max(gaps, key=lambda pair: pair[1])
+    text = "" if first is None else f"by {gaps[first + 1][0]:.2g} at number {first}: {CAUSES[step]}"
+    return Row(step, first is None, *largest, text)
 
 
 def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> Stock:
@@ -444,7 +446,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = parser().parse_args(arguments)  # before torch is imported, so that help and errors appear at once
+    options = parser().parse_args(arguments)  # before torch is imported, so that help and errors appear at once
     from async_flowrl.cli.check_model import run
 
-    return run(given)
+    return run(options)

@@ -44,21 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", help="also count prompts that its text encoder cuts, and refuse sizes: of configs/model/, or a path"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if given.held_out is not None and not 0 <= given.held_out < 1:
-            raise ConfigError(f"--held-out must be at least 0 and below 1, got {given.held_out:g}")
-        model = resolve_model(model_named(given.model)) if given.model else None
-        reward = reward_named(given.reward) if given.reward else RewardConfig()
-        needs_target = bool(given.reward) and check_rewards(reward)
+        if options.held_out is not None and not 0 <= options.held_out < 1:
+            raise ConfigError(f"--held-out must be at least 0 and below 1, got {options.held_out:g}")
+        model = resolve_model(model_named(options.model)) if options.model else None
+        reward = reward_named(options.reward) if options.reward else RewardConfig()
+        needs_target = bool(options.reward) and check_rewards(reward)
         checks: list[Callable[[Prompt], object] | None] = [prompt_check(reward)]
         lengths = None
         if model is not None:
-            targets = not given.reward or needs_target or checks[0] is not None
+            targets = not options.reward or needs_target or checks[0] is not None
             lengths, shapes = LengthCheck(model, targets=targets), functools.cache(partial(shapes_of, model))
             checks += [lengths, lambda prompt: prompt.resolution and shapes(prompt.resolution)]
-        keys = Keys(given.prompt_key, given.weight_key, needs_target)
-        scanned, train, evaluation = look(given, keys, [check for check in checks if check is not None])
+        keys = Keys(options.prompt_key, options.weight_key, needs_target)
+        scanned, train, evaluation = look(options, keys, [check for check in checks if check is not None])
     except (ValueError, FileNotFoundError) as error:
         sys.stderr.write(f"async_flowrl: {error}\n")
         return exit_codes.CONFIG
@@ -80,22 +80,24 @@ def reward_named(name: str) -> RewardConfig:
     return compose_config(overrides=[f"reward={name}"]).reward
 
 
-def look(given: argparse.Namespace, keys: Keys, checks: Sequence[Callable[[Prompt], Any]]) -> tuple[Scan, Prompts, str]:
+def look(
+    options: argparse.Namespace, keys: Keys, checks: Sequence[Callable[[Prompt], Any]]
+) -> tuple[Scan, Prompts, str]:
     """Reads the whole file, with its refused rows, which `checks` raise, for `page`.
 
     ValueError if it cannot be read.
     """
-    path = find_data(given.file, key="FILE", folder=True)
-    rows = open_split(path, given.split, keys)
+    path = find_data(options.file, key="FILE", folder=True)
+    rows = open_split(path, options.split, keys)
 
     def check(prompt: Prompt) -> None:
-        for each in checks:
-            each(prompt)
+        for test in checks:
+            test(prompt)
 
     scanned = scan(rows, keys, keep_refusals=True, check=check)
-    if given.split == EVALUATION or not len(scanned.places):
+    if options.split == EVALUATION or not len(scanned.places):
         return scanned, Prompts(scanned), ""
-    settings = DataConfig(held_out=given.held_out, held_out_seed=given.held_out_seed)
+    settings = DataConfig(held_out=options.held_out, held_out_seed=options.held_out_seed)
     if (other := evaluation_rows(settings, path, keys)) is not None:
         return scanned, Prompts(scanned), f"all would be trained, and evaluations use those of {other.path}"
     data = divided(settings, scanned)
@@ -131,7 +133,7 @@ def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) ->
 def sizes(scan: Scan) -> str:
     """Returns the image sizes that prompts set themselves, in words."""
     some = sorted(scan.sizes, key=pixels)
-    shown = ", ".join(in_words(each) for each in some[:SIZES_SHOWN])
+    shown = ", ".join(in_words(size) for size in some[:SIZES_SHOWN])
     more = f" … and {len(some) - SIZES_SHOWN:,} more" if len(some) > SIZES_SHOWN else ""
     rest = len(scan.places) - scan.sized
     others = f"; rollout.resolution says that of the other {rest:,}" if rest else ""
@@ -140,7 +142,7 @@ def sizes(scan: Scan) -> str:
 
 def layout(scan: Scan) -> str:
     """Returns the file format in words, and the project that writes such files if it is recognised."""
-    known, count = scan.columns, len(scan.places)
+    columns, count = scan.columns, len(scan.places)
     if isinstance(scan.rows, LineRows) and scan.rows.path.suffix == ".txt":
         quoted = "; target between the first pair of double quotes"
         if scan.targets and scan.targets == count:
@@ -148,9 +150,9 @@ def layout(scan: Scan) -> str:
         some = f"{quoted} in {scan.targets:,} of them" if scan.targets else " (flow_grpo's PickScore)"
         return f"txt, one prompt per line{some}"
     form = "jsonl, one object per line" if isinstance(scan.rows, LineRows) else "table, one prompt per row"
-    if {"tag", "include"} <= known.keys():
+    if {"tag", "include"} <= columns.keys():
         return f"{form} (GenEval: tag, include, exclude, …)"
-    if "reward_model" in known:
+    if "reward_model" in columns:
         return f"{form} (verl: chat messages, reward_model.ground_truth, …)"
     return form
 
@@ -190,7 +192,7 @@ def _weights(weights: Weights) -> str:
 
 def _row(prompts: Prompts, index: int) -> list[str]:
     prompt = prompts[index]
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "prompt": prompt.text,
         "target": prompt.target,
         "negative": prompt.negative,
@@ -199,7 +201,7 @@ def _row(prompts: Prompts, index: int) -> list[str]:
         "token ids": prompt.token_ids and f"{len(prompt.token_ids)} ids",
         "metadata": dict(prompt.metadata) or None,
     }
-    lines = [f"    {name}: {_short(value)}" for name, value in said.items() if value is not None]
+    lines = [f"    {name}: {_short(value)}" for name, value in values.items() if value is not None]
     return [f"  {prompts.where(index)}", *lines]
 
 

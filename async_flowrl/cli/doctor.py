@@ -21,7 +21,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, Finding, verdict
-from async_flowrl.run.machines import Asked
+from async_flowrl.run.machines import FactsRequest
 from async_flowrl.run.preflight import configuration_findings, nearest, this_machine
 
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
@@ -45,17 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if gone := [option for option in REMOVED if option in {word.partition("=")[0] for word in words}]:
         return refused(f"{gone[0]} is gone: {SUCCESSOR}")
-    given = parser().parse_intermixed_args(words)
+    options = parser().parse_intermixed_args(words)
     try:
-        config: Config = compose_config(given.config_name or DEFAULT, given.overrides, given.config_dir)
+        config: Config = compose_config(options.config_name or DEFAULT, options.overrides, options.config_dir)
     except ConfigError as error:
         return refused(str(error))
-    if given.nodes > 1 and config.runtime.address is None:
-        return refused(f"--nodes {given.nodes} needs runtime.address: without it a run has this machine alone")
-    configured = given.config_name is not None or bool(given.overrides)
-    findings = [said(each) for each in (configuration_findings(config, given.nodes) if configured else look())]
-    if given.run and all(finding.status != FAILED for finding in findings):
-        findings.append(said(two_steps(given, config)))
+    if options.nodes > 1 and config.runtime.address is None:
+        return refused(f"--nodes {options.nodes} needs runtime.address: without it a run has this machine alone")
+    configured = options.config_name is not None or bool(options.overrides)
+    checks = configuration_findings(config, options.nodes) if configured else look()
+    findings = [printed(finding) for finding in checks]
+    if options.run and all(finding.status != FAILED for finding in findings):
+        findings.append(printed(two_steps(options, config)))
     failures = sum(finding.status == FAILED for finding in findings)
     answer = f"cannot start here: {failures} of {len(findings)} checks failed" if failures else "can start here"
     more = "with --config-name or key=value: whether that configuration can start here"
@@ -68,7 +69,7 @@ def refused(sentence: str) -> int:
     return exit_codes.CONFIG
 
 
-def said(finding: Finding) -> Finding:
+def printed(finding: Finding) -> Finding:
     sys.stdout.write(f"  {finding.line()}\n")
     sys.stdout.flush()
     return finding
@@ -77,18 +78,18 @@ def said(finding: Finding) -> Finding:
 def look() -> Iterator[Finding]:
     """Yields versions, this machine, its devices and optional features, without computing anything."""
     yield Finding("versions", OK, ", ".join(map(" ".join, features.software().items())))
-    yield nodes.machine_finding(this_machine(Asked()))
+    yield nodes.machine_finding(this_machine(FactsRequest()))
     yield from features.device_findings()
     yield from (features.optional_finding(name, None) for name in features.FEATURES)
 
 
-def two_steps(given: argparse.Namespace, config: Config) -> Finding:
+def two_steps(options: argparse.Namespace, config: Config) -> Finding:
     """Trains two steps of the configuration beside its run directory; a failure has the last line of the output."""
-    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", given.config_name or DEFAULT]
-    command += ["--config-dir", str(given.config_dir)] if given.config_dir else []
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", options.config_name or DEFAULT]
+    command += ["--config-dir", str(options.config_dir)] if options.config_dir else []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".async_flowrl_doctor_", dir=nearest(config)) as scratch:
-        command += [*given.overrides, *TWO_STEPS, f"output_dir={scratch}/run"]
+        command += [*options.overrides, *TWO_STEPS, f"output_dir={scratch}/run"]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     last = ["no output", *filter(None, map(str.strip, done.stdout.splitlines()))][-1]
     sentence = f"exit code {done.returncode} after {time.monotonic() - began:.0f} s"

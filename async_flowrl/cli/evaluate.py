@@ -25,13 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns 0 if every score was measured, 3 if one is missing, 2 for wrong arguments or files, and 1 if the server of a
     reward failed.
     """
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("separation").setLevel(logging.WARNING)  # hides the normal end of a reward's server
     try:
-        comparison = evaluate(job_of(given), device="cuda" if torch.cuda.is_available() else "cpu")
+        comparison = evaluate(job_of(options), device="cuda" if torch.cuda.is_available() else "cpu")
         sys.stdout.write(table(comparison))
-        for written in write(comparison, given.out.expanduser()) if given.out is not None else ():
+        for written in write(comparison, options.out.expanduser()) if options.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
         logger.error("async_flowrl: %s", error)

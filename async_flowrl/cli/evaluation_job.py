@@ -20,7 +20,7 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.pools import served_terms
 from async_flowrl.config.resolution import Resolution, resolution_option
-from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm, ServeConfig
+from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.controller.context import NoServers, Servers
 from async_flowrl.controller.reward_servers import server_pools, serving
@@ -63,8 +63,8 @@ class Job:
 
     def resolution(self, place: int) -> Resolution:
         """Size of the images of the prompt at index `place`, as in the run's own evaluations."""
-        own = None if self.one_size else self.prompts[place].resolution
-        return evaluation_resolution(self.config, place) if own is None else own
+        size = None if self.one_size else self.prompts[place].resolution
+        return evaluation_resolution(self.config, place) if size is None else size
 
     @property
     def reward(self) -> RewardConfig:
@@ -90,28 +90,28 @@ def job_of_run(config: Config, trained: Path) -> Job:
     return _job(config, trained, _run_terms(config), None, (config.evaluate.seed,))
 
 
-def job_of(given: Namespace) -> Job:
+def job_of(options: Namespace) -> Job:
     """Returns the job that the command line asks for. Raises ValueError with one sentence if it cannot be evaluated."""
     for name in ("images", "seeds", "steps", "max_prompts"):
-        if (value := getattr(given, name)) is not None and value < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if given.seed is not None and not 0 <= given.seed <= MAX_SEED:
-        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {given.seed}")
-    config, trained = _origin(given)
-    _sampling(config, given)
+    if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
+        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {options.seed}")
+    config, trained = _origin(options)
+    _sampling(config, options)
     terms = _run_terms(config)
-    if given.reward:
-        terms = _asked(given.reward, {name: term for name, (term, _) in terms.items()})
+    if options.reward:
+        terms = _named_terms(options.reward, {name: term for name, (term, _) in terms.items()})
     elif not terms:
         raise ValueError("--reward is needed: the weights are not of a run, whose rewards could be taken")
-    prompts = None if given.prompts is None else str(given.prompts.expanduser())
+    prompts = None if options.prompts is None else str(options.prompts.expanduser())
     if prompts is None and not config.data.train:
         raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")
     if prompts is not None:
-        config.evaluate.max_prompts = given.max_prompts or sys.maxsize
+        config.evaluate.max_prompts = options.max_prompts or sys.maxsize
     seed = config.evaluate.seed
-    job = _job(config, trained, terms, prompts, tuple(range(seed, seed + (given.seeds or 1))))
-    return replace(job, one_size=given.resolution is not None)
+    job = _job(config, trained, terms, prompts, tuple(range(seed, seed + (options.seeds or 1))))
+    return replace(job, one_size=options.resolution is not None)
 
 
 def _job(
@@ -126,14 +126,14 @@ def _job(
     return Job(config, trained, whole.terms, kinds, prompts, chosen, seeds)
 
 
-def _origin(given: Namespace) -> tuple[Config, Path]:
+def _origin(options: Namespace) -> tuple[Config, Path]:
     """Returns the run's configuration, or one that suits the model, and what was trained."""
     # `data.train` is empty if there is no run.
-    source: Path = given.source.expanduser()
+    source: Path = options.source.expanduser()
     ran = read_config(source / "config.yaml") if (source / "config.yaml").is_file() else None
     trained: Path = source if ran is None else RunDirectory(source).trained(ran.tune)
-    if given.lora is not None:
-        trained = given.lora.expanduser()
+    if options.lora is not None:
+        trained = options.lora.expanduser()
     elif ran is not None and not trained.is_dir():
         raise ValueError(
             f"{source} holds no {trained.name}/: the run has not ended; export its newest checkpoint "
@@ -141,26 +141,26 @@ def _origin(given: Namespace) -> tuple[Config, Path]:
             f"{'OUT/transformer with --base' if tuning_of(ran).whole else '--lora OUT'}"
         )
     run = source if ran is not None else None
-    return config_of(trained, given.base, run=run, option="--base"), trained
+    return config_of(trained, options.base, run=run, option="--base"), trained
 
 
-def _sampling(config: Config, given: Namespace) -> None:
+def _sampling(config: Config, options: Namespace) -> None:
     """Writes the sampling options of the command line into the configuration."""
     evaluate, rollout = config.evaluate, config.rollout
-    evaluate.seed = evaluate.seed if given.seed is None else given.seed
-    evaluate.images_per_prompt = given.images or evaluate.images_per_prompt
-    evaluate.num_inference_steps = given.steps or evaluate.num_inference_steps
-    evaluate.max_prompts = given.max_prompts or evaluate.max_prompts
-    if given.resolution is not None:
-        rollout.resolution, rollout.resolutions = resolution_option(given.resolution), []
-    if given.guidance is not None:
+    evaluate.seed = evaluate.seed if options.seed is None else options.seed
+    evaluate.images_per_prompt = options.images or evaluate.images_per_prompt
+    evaluate.num_inference_steps = options.steps or evaluate.num_inference_steps
+    evaluate.max_prompts = options.max_prompts or evaluate.max_prompts
+    if options.resolution is not None:
+        rollout.resolution, rollout.resolutions = resolution_option(options.resolution), []
+    if options.guidance is not None:
         embedded = load_family(resolve_model(config.model).family).usual_guidance[1] > 0
-        if refusal := guidance_refusal("--guidance", given.guidance, embedded=embedded):
+        if refusal := guidance_refusal("--guidance", options.guidance, embedded=embedded):
             raise ValueError(refusal)
         if embedded:
-            rollout.guidance_scale = given.guidance
+            rollout.guidance_scale = options.guidance
         else:
-            rollout.true_cfg_scale = given.guidance
+            rollout.true_cfg_scale = options.guidance
 
 
 def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
@@ -168,14 +168,14 @@ def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
     return terms | {name: (term, HELD_OUT) for name, term in config.evaluate.reward.terms.items()}
 
 
-def _asked(names: Sequence[str], known: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
+def _named_terms(names: Sequence[str], run_terms: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
     """Returns the terms of `--reward` by name: a run's term, a registered reward, `pkg.module:attr`, `file.py:attr`."""
     terms: dict[str, tuple[RewardTerm, str]] = {}
     for name in names:
         key = name.rpartition(":")[2]
         if key in terms or key == TOTAL:
             raise ValueError(f"--reward {name}: there is another score of the name {key!r}")
-        terms[key] = (known.get(name, RewardTerm(name=absolute(name))), ASKED)
+        terms[key] = (run_terms.get(name, RewardTerm(name=absolute(name))), ASKED)
     return terms
 
 
@@ -202,13 +202,13 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
     threads = torch.get_num_threads()  # a local worker sets the thread count of this process: keep it
     pools = [replace(pool, threads=threads) for pool in server_pools(config)]
 
-    def told(addresses: Mapping[str, Addresses]) -> None:
+    def tell(addresses: Mapping[str, Addresses]) -> None:
         connect(reward.terms, addresses)
 
     for name, _ in served_terms(config):
         logger.info("starting the server of the reward %s, its output is in %s", name, folder)
     with closing(EventLog(folder / "events.jsonl", time.time)) as events:
-        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[told]) as servers:
+        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[tell]) as servers:
             await servers.all_up(events, [])
             yield servers
     shutil.rmtree(folder)
@@ -247,6 +247,6 @@ def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:
             f"the server of {name} wants {serve.gpus:g} GPUs beside the one that makes the images, and {len(free)} are "
             f"left; let it share that one with serve.gpus=0 in RUN/config.yaml, or name other rewards with --reward"
         )
-    own, free[:count] = free[:count], []
-    seen: ServeConfig = replace(serve, replicas=1, environment={**serve.environment, VISIBLE_DEVICES: ",".join(own)})
-    return replace(term, serve=seen)
+    names, free[:count] = free[:count], []
+    environment = {**serve.environment, VISIBLE_DEVICES: ",".join(names)}
+    return replace(term, serve=replace(serve, replicas=1, environment=environment))

@@ -20,12 +20,12 @@ FORMS = ("comfyui", "kohya")  # Choices of `--format`: the names of file layouts
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exports and logs the written paths; returns exit code 0, or 2 for wrong arguments, files and refused formats."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     from async_flowrl.cli.exported import publish  # imports torch, which help and wrong arguments do not wait for
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        written, refused = publish(given)
+        written, refused = publish(options)
     except shutil.Error as error:  # of copied files: (source, target, text) each
         written, refused = [], [str(error.args[0][0][2])]
     except (ValueError, OSError) as error:

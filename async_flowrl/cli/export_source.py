@@ -54,8 +54,8 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
     held = read_checkpoint(checkpoint)
     part = "ema" if average and "ema" in held.tensors else "weights"
-    weights, known = _trained(held, part, str(checkpoint)), run if config is not None else None
-    return Source(weights, _model(base, config), config, known, checkpoint_step(checkpoint), part)
+    weights, run_or_none = _trained(held, part, str(checkpoint)), run if config is not None else None
+    return Source(weights, _model(base, config), config, run_or_none, checkpoint_step(checkpoint), part)
 
 
 def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:
@@ -122,12 +122,12 @@ def _check_layers(lora: LoraFile, model: ModelConfig, path: Path) -> None:
         network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer
     except (ValueError, OSError):
         return
-    weights = {name.removesuffix(".weight"): tuple(each.shape) for name, each in network.named_parameters()}
+    weights = {name.removesuffix(".weight"): tuple(parameter.shape) for name, parameter in network.named_parameters()}
     for module in lora_file.modules_of(lora.tensors):
         a, b = (lora.tensors[f"{module}.lora_{side}.weight"] for side in "AB")
         if weights.get(module) != (b.shape[0], a.shape[1]):
-            there = f"is {list(weights[module])} there" if module in weights else "is not there"
-            raise ValueError(f"{path} does not fit {model.path}: its layer {module} {there}")
+            finding = f"is {list(weights[module])} there" if module in weights else "is not there"
+            raise ValueError(f"{path} does not fit {model.path}: its layer {module} {finding}")
 
 
 def _model(base: str | None, config: Config | None) -> ModelConfig | None:

@@ -20,26 +20,26 @@ from async_flowrl.policies.registry import folder_of, resolve_model
 from async_flowrl.policies.stored import StoredWeights
 
 
-def publish(given: argparse.Namespace) -> tuple[list[Path], list[str]]:
+def publish(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
     """Writes the folder for the arguments; returns the paths, and a sentence on each format refused. ValueError.
 
     Arguments are checked before anything is written, as far as possible.
     """
-    out: Path = given.out.expanduser()
-    source = read_source(given.source.expanduser(), average=not given.raw, base=given.base)
+    out: Path = options.out.expanduser()
+    source = read_source(options.source.expanduser(), average=not options.raw, base=options.base)
     if source.config is not None and source.config.model.weights == "random":
         raise ValueError("SOURCE is of a run with model.weights=random, and what that has learned fits no model")
-    evaluation = given.evaluation.expanduser() if given.evaluation else None
+    evaluation = options.evaluation.expanduser() if options.evaluation else None
     if evaluation is not None:
         read_results(evaluation)
     _check_out(out, source)
     if source.whole is not None:
-        written, files = _write_whole(given, source, out)
+        written, files = _write_whole(options, source, out)
         refused: list[str] = []
     else:
-        forms, refused = _offered(given.form or (), source)
-        written, files = _write_lora(given, source, out, forms)
-    return [*written, write_card(out, source, files, licence=given.license, evaluation=evaluation)], refused
+        forms, refused = _offered(options.form or (), source)
+        written, files = _write_lora(options, source, out, forms)
+    return [*written, write_card(out, source, files, licence=options.license, evaluation=evaluation)], refused
 
 
 def _check_out(out: Path, source: Source) -> None:
@@ -48,14 +48,15 @@ def _check_out(out: Path, source: Source) -> None:
         raise ValueError(
             f"{out} is {'the folder of a run' if out.is_dir() else 'a file'}: give a folder for the export"
         )
-    there = sorted(path.name for path in out.glob("*.safetensors"))
-    there += [name for name in (PEFT, MERGED, TRANSFORMER) if (out / name).exists()]
-    if source.whole is None and lora_file.FILE_NAME in there:
+    existing = sorted(path.name for path in out.glob("*.safetensors"))
+    existing += [name for name in (PEFT, MERGED, TRANSFORMER) if (out / name).exists()]
+    if source.whole is None and lora_file.FILE_NAME in existing:
         with tempfile.TemporaryDirectory() as again:
             if write_lora(source, Path(again)).read_bytes() == (out / lora_file.FILE_NAME).read_bytes():
                 return
-    if there:
-        raise ValueError(f"{out} holds an export of other weights ({', '.join(there)}): remove it or export elsewhere")
+    if existing:
+        names = ", ".join(existing)
+        raise ValueError(f"{out} holds an export of other weights ({names}): remove it or export elsewhere")
 
 
 def _offered(forms: Sequence[str], source: Source) -> tuple[list[str], list[str]]:
@@ -71,15 +72,15 @@ def _offered(forms: Sequence[str], source: Source) -> tuple[list[str], list[str]
 
 
 def _write_lora(
-    given: argparse.Namespace, source: Source, out: Path, forms: Sequence[str]
+    options: argparse.Namespace, source: Source, out: Path, forms: Sequence[str]
 ) -> tuple[list[Path], dict[str, str]]:
     """Returns the written paths, and a description of each further file by its name."""
-    family = family_of(source) if forms or given.merged else None
+    family = family_of(source) if forms or options.merged else None
     base = source.model.path if source.model is not None else None
     written, files = [], {}
-    if given.merged and source.model is not None:
-        written.append(write_merged(source.model, source.lora, out, given.merged))
-        files[MERGED] = f"the whole {given.merged} with the LoRA in its weights, for `from_pretrained`"
+    if options.merged and source.model is not None:
+        written.append(write_merged(source.model, source.lora, out, options.merged))
+        files[MERGED] = f"the whole {options.merged} with the LoRA in its weights, for `from_pretrained`"
     written += [write_lora(source, out), out / PEFT]
     for form in forms:
         path = out / f"{form}.safetensors"
@@ -88,10 +89,10 @@ def _write_lora(
     return written, files
 
 
-def _write_whole(given: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
-    if given.form:
-        raise ValueError(f"--format {given.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
-    written = write_whole(source, out, given.merged or "pipeline")
+def _write_whole(options: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
+    if options.form:
+        raise ValueError(f"--format {options.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
+    written = write_whole(source, out, options.merged or "pipeline")
     return [written], {written.name: "the trained weights"}
 
 
@@ -157,9 +158,9 @@ def _check(places: Mapping[str, Place], lora: LoraFile, base: Path) -> None:
         if f"{module}.weight" not in places:
             raise ValueError(f"the LoRA adapts {module}, of which {base / TRANSFORMER} holds no weight")
         shape = places[f"{module}.weight"][2]
-        wanted = (lora.tensors[f"{module}.lora_B.weight"].shape[0], lora.tensors[f"{module}.lora_A.weight"].shape[1])
-        if shape != wanted:
-            raise ValueError(f"the LoRA's {module} is for a matrix of {wanted}, {base / TRANSFORMER} has {shape}")
+        expected = (lora.tensors[f"{module}.lora_B.weight"].shape[0], lora.tensors[f"{module}.lora_A.weight"].shape[1])
+        if shape != expected:
+            raise ValueError(f"the LoRA's {module} is for a matrix of {expected}, {base / TRANSFORMER} has {shape}")
 
 
 def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
@@ -185,12 +186,12 @@ def write_whole(source: Source, out: Path, what: str) -> Path:
     target = out / TRANSFORMER
     model = resolve_model(source.model)
     base = folder_of(model, "all" if what == "pipeline" else TRANSFORMER) / TRANSFORMER
-    copied = [each for each in base.parent.iterdir() if each != base] if what == "pipeline" else []
-    _check_room(target, (file for each in (base, *copied) for file in (each, *each.rglob("*"))))
+    copied = [item for item in base.parent.iterdir() if item != base] if what == "pipeline" else []
+    _check_room(target, (file for item in (base, *copied) for file in (item, *item.rglob("*"))))
     ignore = shutil.ignore_patterns(*IGNORED)
-    for each in copied:
-        if each.is_dir() and each.name not in ignore(str(base.parent), [each.name]):
-            shutil.copytree(each, out / each.name, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        elif each.is_file() and each.suffix == ".json":
-            shutil.copyfile(each, out / each.name)
+    for item in copied:
+        if item.is_dir() and item.name not in ignore(str(base.parent), [item.name]):
+            shutil.copytree(item, out / item.name, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        elif item.is_file() and item.suffix == ".json":
+            shutil.copyfile(item, out / item.name)
     return trained_file.save_whole(target, source.whole, model)

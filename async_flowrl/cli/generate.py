@@ -144,8 +144,8 @@ def arguments_of(pipeline: Any, settings: Settings, family: PolicyFamily | None 
 
 def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
     """Returns the line of Python that makes an image of a prompt with the stock pipeline `pipe`."""
-    given = "".join(f", {name}={value!r}" for name, value in arguments.items())
-    return f'pipe(PROMPT{given}, generator=torch.Generator("cpu").manual_seed({seed})).images[0]'
+    keywords = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    return f'pipe(PROMPT{keywords}, generator=torch.Generator("cpu").manual_seed({seed})).images[0]'
 
 
 def generate(
@@ -187,32 +187,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    path = given.lora or given.transformer
+    path = options.lora or options.transformer
     trained = path.expanduser() if path is not None else None
     try:
-        if trained is not None and given.transformer is not None and not trained_file.is_whole(trained):
+        if trained is not None and options.transformer is not None and not trained_file.is_whole(trained):
             raise ValueError(
                 f"--transformer {trained} is no transformer's folder with {trained_file.CONFIG} and weights"
             )
-        if given.images < 1:
-            raise ValueError(f"--images must be at least 1, got {given.images}")
-        if not 0 <= given.seed <= MAX_SEED - given.images:
-            raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - given.images}, got {given.seed}")
-        settings = from_config(config_of(trained, given.model))
-        check_guidance(settings.model, given.true_cfg_scale, given.guidance_scale)
+        if options.images < 1:
+            raise ValueError(f"--images must be at least 1, got {options.images}")
+        if not 0 <= options.seed <= MAX_SEED - options.images:
+            raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - options.images}, got {options.seed}")
+        settings = from_config(config_of(trained, options.model))
+        check_guidance(settings.model, options.true_cfg_scale, options.guidance_scale)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
-        asked = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
-        if given.resolution is not None:
-            asked["resolution"] = resolution_option(given.resolution)
-        model = replace(settings.model, dtype=given.dtype or settings.model.dtype)
-        settings = Settings(model, replace(settings.sampling, **asked))
-        sheet = generate(settings, trained, given.prompt, seed=given.seed, images=given.images)
+        changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+        if options.resolution is not None:
+            changes["resolution"] = resolution_option(options.resolution)
+        model = replace(settings.model, dtype=options.dtype or settings.model.dtype)
+        settings = Settings(model, replace(settings.sampling, **changes))
+        sheet = generate(settings, trained, options.prompt, seed=options.seed, images=options.images)
     except ValueError as error:
         logger.error("async_flowrl: %s", error)
         return 2
-    out = given.out.expanduser()
+    out = options.out.expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(out)
     logger.info("wrote %s", out)

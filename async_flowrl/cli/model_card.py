@@ -82,14 +82,14 @@ def _ours(path: Path) -> bool:
 
 
 def _origin(source: Source, base: str | None) -> str:
-    made = base or _unpublished(source)
+    model = base or _unpublished(source)
     if source.whole is not None:
         frozen = [] if source.config is None else source.config.full.freeze
-        which = f"its weights but {', '.join(f'`{each}`' for each in frozen)}" if frozen else "all of its weights"
-        what = f"The transformer of {made}, {which} trained"
+        which = f"its weights but {', '.join(f'`{layer}`' for layer in frozen)}" if frozen else "all of its weights"
+        what = f"The transformer of {model}, {which} trained"
     else:
         lora = source.lora
-        what = f"A LoRA (rank {lora.rank}, alpha {lora.alpha:g}, {len(lora.tensors) // 2} layers) for {made}, trained"
+        what = f"A LoRA (rank {lora.rank}, alpha {lora.alpha:g}, {len(lora.tensors) // 2} layers) for {model}, trained"
     if source.config is None:
         return f"{what.removesuffix(', trained')}. The file does not say how it was trained."
     step = f" after step {source.step}" if source.step is not None else ""
@@ -158,8 +158,8 @@ def read_results(folder: Path) -> dict[str, Any]:
     """Reads the results that `async-flowrl evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
         results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-        for name, each in results["rewards"].items():
-            _row(name, each)
+        for name, row in results["rewards"].items():
+            _row(name, row)
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"--evaluation {folder} is no folder of async-flowrl evaluate ({why})") from error
@@ -169,7 +169,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 def _measured(folder: Path, out: Path) -> str:
     """Returns the table of an evaluation folder and copies its picture."""
     results = read_results(folder)
-    rows = [_row(name, each) for name, each in results["rewards"].items()]
+    rows = [_row(name, row) for name, row in results["rewards"].items()]
     if (folder / GRID).is_file():
         (out / GRID).write_bytes((folder / GRID).read_bytes())
     how = (
@@ -307,7 +307,7 @@ def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Ev
 
     trained = [(line["step"], line["reward/mean"]) for line in metrics if line.get("reward/mean") is not None]
     policy = policy_versions(evaluations)
-    scored = [(each.version, each.curves["reward"].estimate) for each in policy if "reward" in each.curves]
+    scored = [(record.version, record.curves["reward"].estimate) for record in policy if "reward" in record.curves]
     if not trained and not scored:
         return False
     figure = Figure(figsize=(7, 3.5), layout="constrained")

@@ -94,7 +94,7 @@ def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:
             return answers[-1]
     if not answers:
         return Answer(experiment, hardware.name, False, (), 0.0, 0.0, hardware.gib)
-    return min(answers, key=lambda one: one.missing)
+    return min(answers, key=lambda row: row.missing)
 
 
 def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
@@ -102,7 +102,7 @@ def judged(experiment: str, hardware: Hardware, words: Sequence[str], config: Co
     device = round(hardware.gib * GIB)
     config = resolved(config, on_devices(config, device)).applied(config)
     memory = planned_trainer(config).total / GIB, planned_rollout(config).total / GIB, hardware.gib
-    missing, lacking = max((each.footprint.total - each.available(device), each.title) for each in processes(config))
+    missing, lacking = max((p.footprint.total - p.available(device), p.title) for p in processes(config))
     seats = describe_pools(config, without=("trainer", "rollout", "shared"))
     return Answer(experiment, hardware.name, missing <= 0, tuple(words), *memory, missing / GIB, lacking, seats)
 
@@ -141,16 +141,14 @@ def layouts(words: Sequence[str], config: Config, devices: int, staff: Staff) ->
             yield ["--config-name one_step_off", *words, *_counts(config, trainer, rollout, staff)]
     together = replace(config, placement=SHARED)
     fewest = 1 if placement_of(config).together or max(staff.values(), default=1) == 1 else 2
-    for each in range(devices, fewest - 1, -1):
-        if gpus_taken(with_workers(together, each, each, staff)) <= devices:
-            yield _shared(words, config, _counts(config, each, each, staff))
+    for count in range(devices, fewest - 1, -1):
+        if gpus_taken(with_workers(together, count, count, staff)) <= devices:
+            yield _shared(words, config, _counts(config, count, count, staff))
             return
 
 
 def splits(config: Config, devices: int, staff: Staff) -> list[tuple[int, int]]:
     """Returns (trainer ranks, rollout workers) that leave no room for one more, even splits first."""
-    # The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
-    # trainer and rollout devices differs between splits.
     # The shared reward pool has as many workers as the rollout pool. So if its workers have whole GPUs, the sum of
     # trainer and rollout devices differs between splits.
     pairs = ((trainer, rollout) for trainer in range(1, devices) for rollout in range(1, devices - trainer + 1))
@@ -195,24 +193,24 @@ def _one_device(words: Sequence[str], config: Config, staff: Staff) -> Iterator[
     seated += sum(serve.gpus * serve.replicas for _, serve in served_terms(config))
     if seated >= 1:
         return
-    given = _counts(config, 1, 1, staff)
-    given += [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
-    yield _shared(words, config, given)
+    settings = _counts(config, 1, 1, staff)
+    settings += [f"{pool}.gpus_per_worker={1 - seated:g}" for pool in ("trainer", "rollout")] if seated else []
+    yield _shared(words, config, settings)
 
 
-def _shared(words: Sequence[str], config: Config, given: Sequence[str]) -> list[str]:
+def _shared(words: Sequence[str], config: Config, settings: Sequence[str]) -> list[str]:
     placement = [] if placement_of(config).together else [f"placement={SHARED}"]
-    return ["--config-name one_step_off", words[0], *placement, *words[1:], *given]
+    return ["--config-name one_step_off", words[0], *placement, *words[1:], *settings]
 
 
 def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[str]:
     """Returns the settings of numbers of workers that are not the recipe's own."""
-    given = {
+    numbers = {
         "rollout.num_workers": (rollout, config.rollout.num_workers),
         "trainer.num_workers": (trainer, config.trainer.num_workers),
         "reward.num_workers": (rollout, config.reward.num_workers),
     }
-    counts = [f"{key}={value}" for key, (value, usual) in given.items() if value != usual]
+    counts = [f"{key}={value}" for key, (value, usual) in numbers.items() if value != usual]
     pools = scoring_pools(replace(config, reward=replace(config.reward, num_workers=rollout)))
     moved = [pool.name for pool in pools if staff.get(pool.name, pool.workers) != pool.workers]
     return [*counts, *(f"{workers_key(name)}={staff[name]}" for name in moved)]
@@ -221,23 +219,23 @@ def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[st
 def markdown(answers: Sequence[Answer]) -> str:
     """Returns the answers as a Markdown table, memory in GiB, and below it the commands."""
     lines = ["| recipe | cards | fits | trainer rank | rollout worker |", "|---|---|---|---|---|"]
-    for one in answers:
-        fits, both = "yes" if one.fits else "**no**", f"{one.trainer:.1f} | {one.rollout:.1f}"
-        if not one.words:
+    for row in answers:
+        fits, both = "yes" if row.fits else "**no**", f"{row.trainer:.1f} | {row.rollout:.1f}"
+        if not row.words:
             fits, both = "**no**: it takes more cards", "– | –"
-        elif not one.fits:
-            fits += f": {one.missing:.1f} GiB are missing, {one.lacking}"
-        lines.append(f"| `{one.experiment}` | {one.hardware} | {fits} | {both} |")
-    for one in answers:
-        if one.fits:
-            seats = f", with {one.seats}" if one.seats else ""
-            lines += ["", f"`{one.experiment}` on {one.hardware}{seats}:", "", "```bash", typed_words(one), "```"]
+        elif not row.fits:
+            fits += f": {row.missing:.1f} GiB are missing, {row.lacking}"
+        lines.append(f"| `{row.experiment}` | {row.hardware} | {fits} | {both} |")
+    for row in answers:
+        if row.fits:
+            seats = f", with {row.seats}" if row.seats else ""
+            lines += ["", f"`{row.experiment}` on {row.hardware}{seats}:", "", "```bash", typed_words(row), "```"]
     return "\n".join(lines) + "\n"
 
 
-def typed_words(one: Answer) -> str:
+def typed_words(row: Answer) -> str:
     """Returns the command line of a row as a shell reads it, in lines of about 76 characters, broken between words."""
-    config_name, *overrides = one.words
+    config_name, *overrides = row.words
     words = (shlex.quote(word).replace(" ", "\0") for word in overrides)  # no line is broken inside a word
     lines = textwrap.wrap(f"async-flowrl train {config_name} {' '.join(words)}", 76, **UNBROKEN)
     return " \\\n".join(lines).replace("\0", " ")
@@ -252,9 +250,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cards", default=",".join(HARDWARE), metavar="[NODESx]CARDSxGB,…", help="as 4x24,2x8x80")
     parser.add_argument("words", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(RECIPES)}")
     parser.epilog = "Words with = are overrides of all recipes, such as evaluate.reward.terms.judge.workers=2."
-    given = parser.parse_intermixed_args(arguments)
-    experiments = [word for word in given.words if "=" not in word]
-    overrides = [word for word in given.words if "=" in word]
-    kinds = [Hardware.of(name) for name in given.cards.split(",")]
+    options = parser.parse_intermixed_args(arguments)
+    experiments = [word for word in options.words if "=" not in word]
+    overrides = [word for word in options.words if "=" in word]
+    kinds = [Hardware.of(name) for name in options.cards.split(",")]
     answers = [answer([f"experiment={name}", *overrides], kind) for name in experiments or RECIPES for kind in kinds]
-    sys.stdout.write(json.dumps([asdict(one) for one in answers], indent=2) + "\n" if given.json else markdown(answers))
+    rows = [asdict(row) for row in answers]
+    sys.stdout.write(json.dumps(rows, indent=2) + "\n" if options.json else markdown(answers))

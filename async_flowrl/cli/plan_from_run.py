@@ -133,7 +133,7 @@ def shared_on(took: Measured, devices: int) -> Split:
 
 def splits(took: Measured, config: Config, devices: int, fixed: tuple[int, int] | None) -> list[Split]:
     pairs = [fixed] if fixed else [(n, devices - n) for n in range(1, devices)]
-    candidates = [split_of(took, *each) for each in pairs]
+    candidates = [split_of(took, *sizes) for sizes in pairs]
     if fixed is None and not config.runtime.in_threads and sharing_refusal(config, devices) is None:
         candidates.append(shared_on(took, devices))
     return candidates
@@ -196,16 +196,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     for option in ("--memory", "--fit", "--rehearse"):
         parser.add_argument(option, action="store_true", help="has options of its own: add --help")
-    given = parser.parse_args(arguments)
-    if given.from_run is None:
+    options = parser.parse_args(arguments)
+    if options.from_run is None:
         parser.error("one of --memory, --fit, --rehearse and --from-run RUN_DIR is needed")
-    config, took = measured(given.from_run.expanduser())
+    config, took = measured(options.from_run.expanduser())
     now = present(config, took)
-    own = PLACEMENTS[now.placement].devices(now.trainer, now.rollout)
-    devices = given.devices or (sum(given.split) if given.split else own)
-    candidates = splits(took, config, devices, given.split)
+    present_devices = PLACEMENTS[now.placement].devices(now.trainer, now.rollout)
+    devices = options.devices or (sum(options.split) if options.split else present_devices)
+    candidates = splits(took, config, devices, options.split)
     sentences = advice(config, took, candidates)
-    if given.json:
+    if options.json:
         record: dict[str, Any] = {"measured": asdict(took), "present": asdict(now), "limit": limit_of(took, now)}
         record |= {"splits": [asdict(split) for split in candidates], "advice": sentences}
         sys.stdout.write(json.dumps(record, indent=2) + "\n")

@@ -83,6 +83,10 @@ def judged(process: Process, config: Config, device_gib: float) -> str:
     return f"{lacks}: {remedy(process, config, device, lasting=lasting)}, or with {larger}"
 
 
+def all_fit(config: Config, device_gib: float) -> bool:
+    return all(process.footprint.total <= process.available(round(device_gib * GIB)) for process in processes(config))
+
+
 def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
     """Returns the plan as a dictionary for JSON, all sizes in bytes."""
     parts = {
@@ -102,7 +106,7 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         "sent_weights": plan.sent_weights,
         "adapter_bytes": plan.model.version_bytes,
         "devices": gpus_taken(config),
-        "fits": all(each.footprint.total <= each.available(round(device_gib * GIB)) for each in processes(config)),
+        "fits": all_fit(config, device_gib),
     }
 
 
@@ -126,10 +130,10 @@ def configured(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
     parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(arguments)
-    config = compose_config(given.config_name, given.overrides)
+    options = parser.parse_intermixed_args(arguments)
+    config = compose_config(options.config_name, options.overrides)
     check(config)
-    return given, config
+    return options, config
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -138,25 +142,25 @@ def main(arguments: Sequence[str]) -> None:
         prog="async-flowrl plan --memory", description="What a configuration needs, and whether it fits."
     )
     parser.add_argument("--device", type=float, default=80, metavar="GB", help="a card sold with so many (default 80)")
-    given, config = configured(parser, arguments)
-    gib = round(given.device * GIB_OF_GB, 1)
+    options, config = configured(parser, arguments)
+    gib = round(options.device * GIB_OF_GB, 1)
     config, device = at_largest(config), round(gib * GIB)
     chosen, cheapest = resolved(config, on_devices(config, device)), cheapest_layout(config, device)
     config = chosen.applied(config)
     plan = plan_memory(config)
-    if given.json:
+    if options.json:
         printed = as_json(plan, config, gib)
         printed |= {"layout": asdict(chosen.layout), "cheapest_layout": asdict(cheapest.layout)}
         sys.stdout.write(json.dumps(printed, indent=2) + "\n")
     else:
         sentences = [*(chosen.reasons or recommended(config, cheapest, chosen)), *filter(None, [toy_values(config)])]
-        said = "".join(f"{sentence}\n" for sentence in sentences)
-        sys.stdout.write(describe(plan, config, gib) + said + typed(given, config, gib))
+        notes = "".join(f"{sentence}\n" for sentence in sentences)
+        sys.stdout.write(describe(plan, config, gib) + notes + typed(options, config, gib))
 
 
-def typed(given: argparse.Namespace, config: Config, gib: float) -> str:
-    if all(each.footprint.total <= each.available(round(gib * GIB)) for each in processes(config)):
-        return f"type  async-flowrl train --config-name {given.config_name} {shlex.join(given.overrides)}\n"
-    words = [each.removeprefix("experiment=") for each in given.overrides]
-    cards = f"{max(1, math.ceil(gpus_taken(config)))}x{given.device:g}"
+def typed(options: argparse.Namespace, config: Config, gib: float) -> str:
+    if all_fit(config, gib):
+        return f"type  async-flowrl train --config-name {options.config_name} {shlex.join(options.overrides)}\n"
+    words = [override.removeprefix("experiment=") for override in options.overrides]
+    cards = f"{max(1, math.ceil(gpus_taken(config)))}x{options.device:g}"
     return f"type  async-flowrl plan --fit --cards {cards} {shlex.join(words)}\n"

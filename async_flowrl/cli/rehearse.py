@@ -92,13 +92,13 @@ class Rehearsal:
         alone = sampling.pop("load")
         highest = [alone]
         for phases, lasting in ((training, sampling[SAMPLING]), (sampling, training[TRAINING])):
-            own = peak(phases.values())
-            highest.append(replace(own, peak=own.peak + lasting.resident - self.rank.frozen_bytes))
+            phase = peak(phases.values())
+            highest.append(replace(phase, peak=phase.peak + lasting.resident - self.rank.frozen_bytes))
         return peak(highest)
 
     def on(self, card: Card) -> "Rehearsal":
         """Returns the rehearsal to be estimated for another card; the counts are the same on every card."""
-        return replace(self, roofline=Roofline(card, self.roofline.given))
+        return replace(self, roofline=Roofline(card, self.roofline.assumptions))
 
 
 def rehearse(config: Config, card: Card) -> Rehearsal:
@@ -187,7 +187,7 @@ def describe(done: Rehearsal) -> str:
         *sentences(done),
         "",
         f"Estimated for {card.name} by arithmetic; it takes for granted:",
-        *(f"- {sentence}" for sentence in done.roofline.given.sentences(card)),
+        *(f"- {sentence}" for sentence in done.roofline.assumptions.sentences(card)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -251,14 +251,14 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
     rank, rollout, card = done.rank, done.rollout, done.roofline.card
     return {
         **{
-            side: {**asdict(of), "phases": {name: _phase(each, done.roofline) for name, each in of.phases.items()}}
+            side: {**asdict(of), "phases": {name: _phase(phase, done.roofline) for name, phase in of.phases.items()}}
             for side, of in (("trainer_rank", rank), ("rollout_worker", rollout))
         },
         "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
         "fits": not done.lacking,
         "estimate": asdict(done.estimate),
         "card": asdict(card),
-        "assumptions": done.roofline.given.sentences(card),
+        "assumptions": done.roofline.assumptions.sentences(card),
     }
 
 
@@ -314,16 +314,16 @@ def main(arguments: Sequence[str]) -> None:
         metavar="NAME[,NAME…]",
         help=f"of {', '.join(CARDS)}, or all (default H100); of several, the first one's memory is planned for",
     )
-    given, config = configured(parser, arguments)
-    cards = cards_of(given.card)
+    options, config = configured(parser, arguments)
+    cards = cards_of(options.card)
     # The package's warnings are about values, and fake tensors have none.
     with quieter("async_flowrl", logging.ERROR):
         done = rehearse(config, cards[0])
-    if given.json:
+    if options.json:
         on_cards = [done.on(card) for card in cards]
         priced = [
-            {"card": asdict(each.roofline.card), "fits": not each.lacking, "estimate": asdict(each.estimate)}
-            for each in on_cards
+            {"card": asdict(of.roofline.card), "fits": not of.lacking, "estimate": asdict(of.estimate)}
+            for of in on_cards
         ]
         sys.stdout.write(json.dumps({**as_json(done), "by_card": priced}, indent=2) + "\n")
     else:

@@ -44,12 +44,12 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the page and prints its path; returns the exit code (2 with one sentence on stderr if it cannot)."""
-    given = parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
-        runs = runs_in(given.runs)
-        folder = runs[0] if len(runs) == 1 else given.runs[0] if len(given.runs) == 1 else Path()
-        out = given.out or folder / "report.html"
-        write_page(runs, out, max_mib=given.max_mib)
+        runs = runs_in(options.runs)
+        folder = runs[0] if len(runs) == 1 else options.runs[0] if len(options.runs) == 1 else Path()
+        out = options.out or folder / "report.html"
+        write_page(runs, out, max_mib=options.max_mib)
         sys.stdout.write(f"{out}\n")
     except (ValueError, OSError) as error:
         sys.stderr.write(f"async_flowrl: {error}\n")
@@ -58,13 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="async-flowrl report",
         description="Writes one page about run directories: report.html in the run's folder, in the folder that holds "
         "all runs, or in the current one for several folders.",
     )
-    option = made.add_argument
+    option = command_line.add_argument
     option("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a folder of a --multirun")
     option("--out", type=Path, help="file to write")
     option("--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)")
-    return made
+    return command_line

@@ -23,7 +23,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from async_flowrl.cli.scorer import Asked, Full, Refused, Score, Scorer, Settings, Share, call
+from async_flowrl.cli.scorer import Full, PendingRequest, Refused, Score, Scorer, Settings, Share, call
 from async_flowrl.config.messages import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused
@@ -62,25 +62,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--max-waiting", type=int, default=16, help="requests that may wait (default: %(default)s)")
 
 
-def settings_of(given: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> Settings:
     """Returns the settings of parsed arguments. ServeError for limits below 1, or a public address without a token."""
-    if given.max_all_bytes is None:
-        given.max_all_bytes = ALL_BYTES_FACTOR * given.max_bytes
+    if options.max_all_bytes is None:
+        options.max_all_bytes = ALL_BYTES_FACTOR * options.max_bytes
     for name in ("max_bytes", "max_images", "max_pixels", "max_all_pixels", "max_waiting"):
-        if getattr(given, name) < 1:
-            raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
-    if given.max_all_bytes < given.max_bytes:
+        if getattr(options, name) < 1:
+            raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.max_all_bytes < options.max_bytes:
         raise ServeError(
-            f"--max-all-bytes {given.max_all_bytes} is less than one request, --max-bytes {given.max_bytes}"
+            f"--max-all-bytes {options.max_all_bytes} is less than one request, --max-bytes {options.max_bytes}"
         )
-    token = read_token(given.token_env, given.token_file)
-    if token is None and not is_loopback(given.host):
+    token = read_token(options.token_env, options.token_file)
+    if token is None and not is_loopback(options.host):
         raise ServeError(
-            f"--host {given.host} is not this machine alone: others could have images scored here; name a token with "
+            f"--host {options.host} is not this machine alone: others could have images scored here; name a token with "
             f"--token-env or --token-file, or listen at {LOOPBACK}"
         )
-    limits = Limits(given.max_bytes, given.max_images, given.max_pixels, given.max_all_pixels)
-    return Settings(token, limits, given.max_waiting, given.max_all_bytes)
+    limits = Limits(options.max_bytes, options.max_images, options.max_pixels, options.max_all_pixels)
+    return Settings(token, limits, options.max_waiting, options.max_all_bytes)
 
 
 def read_token(variable: str | None, file: Path | None) -> str | None:
@@ -110,21 +110,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def serve(score: Score, given: argparse.Namespace, what: str) -> int:
+def serve(score: Score, options: argparse.Namespace, what: str) -> int:
     """Serves `score` until SIGTERM or Ctrl-C and returns the exit code; `what` names the reward in the start message.
 
     Raises ServeError if a setting is wrong, the warm-up fails, or the address cannot be listened at.
     """
-    settings = settings_of(given)
-    if given.warm_up is not None:
-        warm_up(score, given.warm_up)
+    settings = settings_of(options)
+    if options.warm_up is not None:
+        warm_up(score, options.warm_up)
     try:
-        family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
-        listening = socket.create_server((given.host, given.port), family=family, backlog=128)
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listening = socket.create_server((options.host, options.port), family=family, backlog=128)
     except (OSError, OverflowError) as error:
-        raise ServeError(f"cannot listen at {given.host} port {given.port}: {error}") from error
+        raise ServeError(f"cannot listen at {options.host} port {options.port}: {error}") from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    host = f"[{given.host}]" if ":" in given.host else given.host
+    host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{listening.getsockname()[1]}"
     sys.stdout.write(f"serving {what} at {url} (POST {PATH}, GET {HEALTH}); Ctrl-C ends it\n")
     sys.stdout.flush()
@@ -148,14 +148,14 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._look_again(None)
 
-    def _look_again(self, seen: Any) -> None:
-        asyncio.get_running_loop().call_later(ASK_SECONDS, self._look, seen)
+    def _look_again(self, last_cycle: Any) -> None:
+        asyncio.get_running_loop().call_later(ASK_SECONDS, self._look, last_cycle)
 
-    def _look(self, seen: Any) -> None:
-        # Closes the connection if no request is running and none has begun since the last look, when it was `seen`.
+    def _look(self, last_cycle: Any) -> None:
+        # Closes the connection if no request is running and none has begun since the last look, when it was that.
         if self.transport.is_closing():
             return
-        if self.cycle is seen and (seen is None or seen.response_complete):
+        if self.cycle is last_cycle and (last_cycle is None or last_cycle.response_complete):
             self.transport.close()
             return
         self._look_again(self.cycle)
@@ -190,7 +190,7 @@ def build_app(score: Score, settings: Settings) -> FastAPI:
         return {"status": "ok", "version": contract.VERSION}
 
     @app.post(contract.PATH)
-    async def own(request: Request) -> Response:
+    async def score_request(request: Request) -> Response:
         return await _answer(request, scorer, settings)
 
     return app
@@ -203,12 +203,12 @@ async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Respo
     share = Share(scorer.room)
     try:
         body = await _body(request, settings.limits.body_bytes, share)
-        asked = Asked(await _read(request, body, settings.limits), request.is_disconnected, share)
-        del body  # what is reserved for it is given back as soon as `asked` is released
+        pending = PendingRequest(await _read(request, body, settings.limits), request.is_disconnected, share)
+        del body  # what is reserved for it is given back as soon as `pending` is released
     except BaseException:
         share.close()
         raise
-    return Response(contract.reply_body(await scorer.reply(asked)), media_type="application/json")
+    return Response(contract.reply_body(await scorer.reply(pending)), media_type="application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -216,8 +216,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     headers = dict[str, str]()
     if isinstance(error, HTTPException):  # no such path or method
         headers |= error.headers or {}
-        told = f"{error.detail}: there are POST {contract.PATH} and GET {contract.HEALTH}"
-        error = Refused(error.status_code, told)
+        sentence = f"{error.detail}: there are POST {contract.PATH} and GET {contract.HEALTH}"
+        error = Refused(error.status_code, sentence)
     elif isinstance(error, ContractError):
         error = Refused(413 if isinstance(error, contract.TooMuch) else 400, str(error))
     elif not isinstance(error, Refused):
@@ -236,8 +236,8 @@ def _check_token(request: Request, token: str | None) -> None:
     """Compares the token in constant time, so that response times do not reveal it. Raises Refused with status 401."""
     if token is None:
         return
-    given = request.headers.get("authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    header = request.headers.get("authorization", "")
+    if not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
         raise Refused(401, "the header 'Authorization: Bearer TOKEN' is missing, or names another token")
 
 

@@ -57,7 +57,7 @@ class Room:
     """A budget of `size` bytes for the bodies of all requests, each from its first byte until its reply."""
 
     size: int
-    taken: int = 0
+    reserved: int = 0
 
 
 @dataclass
@@ -65,23 +65,23 @@ class Share:
     """The bytes of a room that one request has reserved."""
 
     room: Room
-    taken: int = 0
+    reserved: int = 0
 
     def grow(self, size: int) -> None:
         """Reserves memory up to `size` bytes in total for this request; a smaller size changes nothing. Raises Full."""
-        more = max(0, size - self.taken)
-        if self.room.taken + more > self.room.size:
+        more = max(0, size - self.reserved)
+        if self.room.reserved + more > self.room.size:
             raise Full
-        self.room.taken += more
-        self.taken += more
+        self.room.reserved += more
+        self.reserved += more
 
     def close(self) -> None:
-        self.room.taken -= self.taken
-        self.taken = 0
+        self.room.reserved -= self.reserved
+        self.reserved = 0
 
 
 @dataclass(eq=False)
-class Asked:
+class PendingRequest:
     """A request that waits for its turn or is being scored."""
 
     request: ScoreRequest
@@ -106,10 +106,10 @@ class Scorer:
         self._score, self._settings = score, settings
         self.room = Room(settings.all_bytes)
         self._turn = asyncio.Lock()
-        self._asked: set[Asked] = set()
+        self._pending: set[PendingRequest] = set()
         self._tasks: set[asyncio.Task[ScoreReply]] = set()
 
-    async def reply(self, asked: Asked) -> ScoreReply:
+    async def reply(self, pending: PendingRequest) -> ScoreReply:
         """Scores a request, and releases it however that ends.
 
         Raises ContractError for images that are damaged or too large, and Refused: 429 if too many requests wait, 422
@@ -122,53 +122,53 @@ class Scorer:
                 waiting = f"a request is being scored and {self._settings.waiting} are waiting already"
                 raise Refused(429, f"{waiting}; ask again later", retry_after=1)
         except BaseException:
-            asked.release()
+            pending.release()
             raise
-        self._asked.add(asked)
-        task = asyncio.create_task(self._in_turn(asked))
+        self._pending.add(pending)
+        task = asyncio.create_task(self._in_turn(pending))
         self._tasks.add(task)
-        task.add_done_callback(lambda ended: self._ended(asked, ended))
+        task.add_done_callback(lambda ended: self._ended(pending, ended))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._forget(asked)
+            self._forget(pending)
             raise
 
     async def forget_gone(self) -> None:
         """Frees the places and the memory of waiting requests whose clients have hung up; others can have them."""
-        for asked in list(self._asked):
-            if await asked.gone():
-                self._forget(asked)
+        for pending in list(self._pending):
+            if await pending.gone():
+                self._forget(pending)
 
     @property
     def _full(self) -> bool:
-        return len(self._asked) > self._settings.waiting
+        return len(self._pending) > self._settings.waiting
 
-    def _forget(self, asked: Asked) -> None:
-        asked.cancelled = True
-        if not asked.scored:
-            self._asked.discard(asked)
-            asked.release()
+    def _forget(self, pending: PendingRequest) -> None:
+        pending.cancelled = True
+        if not pending.scored:
+            self._pending.discard(pending)
+            pending.release()
 
-    async def _in_turn(self, asked: Asked) -> ScoreReply:
+    async def _in_turn(self, pending: PendingRequest) -> ScoreReply:
         async with self._turn:
-            await _check_there(asked, "before its turn")
-            asked.scored = True
-            return await self._scored(asked)
+            await _check_there(pending, "before its turn")
+            pending.scored = True
+            return await self._scored(pending)
 
-    def _ended(self, asked: Asked, task: "asyncio.Task[ScoreReply]") -> None:
+    def _ended(self, pending: PendingRequest, task: "asyncio.Task[ScoreReply]") -> None:
         """Ends a request, whose task may have been cancelled before it began."""
         self._tasks.discard(task)
-        self._asked.discard(asked)
-        asked.release()
+        self._pending.discard(pending)
+        pending.release()
         if not task.cancelled():
             task.exception()  # nobody else looks at it if the handler was cancelled
 
-    async def _scored(self, asked: Asked) -> ScoreReply:
-        request, results = asked.request, list[Result]()
+    async def _scored(self, pending: PendingRequest) -> ScoreReply:
+        request, results = pending.request, list[Result]()
         images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
         for members, prompt in _groups(images, request.prompts):
-            await _check_there(asked, f"after {sum(len(result.scores) for result in results)} of its images")
+            await _check_there(pending, f"after {sum(len(result.scores) for result in results)} of its images")
             results.append(await self._group(np.stack(members), prompt))
         scores = tuple(score for result in results for score in result.scores)
         extras = tuple(extra for result in results for extra in _per_image(result))
@@ -182,8 +182,8 @@ class Scorer:
             if isinstance(first, PromptRefused):
                 raise Refused(422, str(first)) from error
             logger.exception("a group could not be scored")
-            said = str(first) if isinstance(first, RewardError) else f"the reward failed: {in_one_line(first)}"
-            raise Refused(500, said) from error
+            sentence = str(first) if isinstance(first, RewardError) else f"the reward failed: {in_one_line(first)}"
+            raise Refused(500, sentence) from error
 
 
 async def call(score: Score, images: ByteArray, prompt: Prompt) -> Any:
@@ -199,9 +199,9 @@ async def call(score: Score, images: ByteArray, prompt: Prompt) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
 
 
-async def _check_there(asked: Asked, when: str) -> None:
+async def _check_there(pending: PendingRequest, when: str) -> None:
     # Others may find out, while it is looked at here, that the client has hung up.
-    if asked.cancelled or await asked.gone() or asked.cancelled:
+    if pending.cancelled or await pending.gone() or pending.cancelled:
         raise Refused(HUNG_UP, f"the client hung up {when}")
 
 

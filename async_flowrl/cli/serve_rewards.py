@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="reward=ocr, reward.terms.x.weight=2 …")
     server.add_arguments(parser)
-    given = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
     try:
-        server.settings_of(given)
-        config = compose_config(given.config_name, given.overrides, given.config_dir).reward
+        server.settings_of(options)
+        config = compose_config(options.config_name, options.overrides, options.config_dir).reward
         check_fields(config, "reward.")
-        return server.serve(scorer(config), given, ", ".join(config.terms))
+        return server.serve(scorer(config), options, ", ".join(config.terms))
     except (ConfigError, server.ServeError, ValueError) as error:
         return _refuse(str(error))
 
@@ -56,18 +56,18 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
     executor = ThreadPoolExecutor(max(8, len(reward.terms)), thread_name_prefix="score")
 
     async def score(images: ByteArray, prompt: Prompt) -> Sequence[object]:
-        asked = replace(prompt, target=prompt.target or quoted_target(prompt.text))
-        if reward.needs_target and not asked.target:
+        target_prompt = replace(prompt, target=prompt.target or quoted_target(prompt.text))
+        if reward.needs_target and not target_prompt.target:
             raise PromptRefused(
                 f"the reward needs a target, but {prompt.text!r:.80} has none, also not in double quotes"
             )
         try:
-            reward.check([asked])
+            reward.check([target_prompt])
         except ValueError as error:
             if isinstance(error.__cause__, MissingPath):
                 raise
             raise PromptRefused(str(error)) from error
-        return results(await reward.score(asked, images, executor), config)
+        return results(await reward.score(target_prompt, images, executor), config)
 
     return score
 

@@ -40,24 +40,24 @@ def processes(config: Config, pools: Collection[str] | None = None, *, lasting: 
     rank, worker = partial(planned_trainer, config, lasting=lasting), partial(planned_rollout, config, lasting=lasting)
     shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
 
-    def asked(*of: str) -> bool:
+    def includes(*of: str) -> bool:
         return pools is None or any(pool in pools for pool in of)
 
     if placement_of(config).together:
-        if asked(SHARED, TRAINER, ROLLOUT):
+        if includes(SHARED, TRAINER, ROLLOUT):
             both = in_one(rank(), worker(), full=tuning_of(config).whole)
             yield Process("process that samples and trains", (SHARED, TRAINER, ROLLOUT), both, shares[0])
     elif config.runtime.in_threads and min(shares) > 0:
-        if asked(TRAINER, ROLLOUT):
+        if includes(TRAINER, ROLLOUT):
             both = beside(rank(), worker(), config.rollout.num_workers)
             yield Process("trainer rank with all rollout workers of its process", (TRAINER, ROLLOUT), both, 1.0)
     else:
-        if asked(TRAINER):
+        if includes(TRAINER):
             yield Process("trainer rank", (TRAINER,), rank(), shares[0])
-        if asked(ROLLOUT):
+        if includes(ROLLOUT):
             title = "GPU of a rollout worker" if rollout_ranks(config) > 1 else "rollout worker"
             yield Process(title, (ROLLOUT,), worker(), shares[1])
-    yield from (seat for seat in reward_seats(config) if asked(*seat.pools))
+    yield from (seat for seat in reward_seats(config) if includes(*seat.pools))
 
 
 def device_of(process: Process, memory: Mapping[str, int]) -> int:
@@ -139,8 +139,8 @@ def remedy(process: Process, config: Config, device: int, *, lasting: bool = Fal
         if remedies[0] is None or remedies[0][1] > available:
             beside = total(config) - resident(config)
             changes = lasting_changes(process, config)
-            remedies.append(best(changes, config, lambda each: resident(each) + beside, available))
-    named = min((each for each in remedies if each is not None), key=lambda each: each[1], default=None)
+            remedies.append(best(changes, config, lambda changed: resident(changed) + beside, available))
+    named = min(filter(None, remedies), key=lambda remedy: remedy[1], default=None)
     if named is None:
         return "no single setting would make it need less"
     words, size = named
@@ -209,9 +209,9 @@ def reward_seats(config: Config) -> list[Process]:
     for pool in scoring_pools(config):
         if pool.gpus_per_worker > 0:
             terms = {**pool.config(config.reward).terms, **held_out.get(pool.name, {})}
-            said = {name: _gib(name, term) for name, term in terms.items()}
-            parts = {f"{MODELS}: {name}": round(gib * GIB) for name, gib in said.items() if gib is not None}
-            unknown = ", ".join(name for name, gib in said.items() if gib is None)
+            gib_by_term = {name: _gib(name, term) for name, term in terms.items()}
+            parts = {f"{MODELS}: {name}": round(gib * GIB) for name, gib in gib_by_term.items() if gib is not None}
+            unknown = ", ".join(name for name, gib in gib_by_term.items() if gib is None)
             caveat = f", and what {unknown} takes is unknown" if unknown else ""
             key = f"{section_of(pool.name)}.gpus_per_worker"
             title = f"worker of the pool {pool.name}"
@@ -235,21 +235,21 @@ def gpus_by_pool(config: Config) -> dict[str, list[float]]:
     shares = {name: [pool.gpus_per_worker] * pool.num_workers for name, pool in pools.items()}
     shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in scoring_pools(config)}
     shares |= {f"servers of {name}": [serve.gpus] * serve.replicas for name, serve in served_terms(config)}
-    return {pool: [gpus for gpus in each if gpus > 0] for pool, each in shares.items() if any(each)}
+    return {pool: [gpus for gpus in counts if gpus > 0] for pool, counts in shares.items() if any(counts)}
 
 
 def gpus_taken(config: Config) -> float:
-    return fewest_gpus(share for each in gpus_by_pool(config).values() for share in each)
+    return fewest_gpus(share for shares in gpus_by_pool(config).values() for share in shares)
 
 
 def describe_gpus(config: Config) -> str:
-    taken = gpus_taken(config)
+    count = gpus_taken(config)
     pools = describe_pools(config) or "all of it runs on CPUs"
-    return f"the run takes {taken:g} device{'' if taken == 1 else 's'}: {pools}"
+    return f"the run takes {count:g} device{'' if count == 1 else 's'}: {pools}"
 
 
 def describe_pools(config: Config, without: Collection[str] = ()) -> str:
-    shares = {pool: each for pool, each in gpus_by_pool(config).items() if pool not in without}
+    shares = {pool: gpus for pool, gpus in gpus_by_pool(config).items() if pool not in without}
     return ", ".join(
-        f"{pool} {len(each)}" + ("" if each[0] == 1 else f" x {each[0]:g}") for pool, each in shares.items()
+        f"{pool} {len(gpus)}" + ("" if gpus[0] == 1 else f" x {gpus[0]:g}") for pool, gpus in shares.items()
     )

@@ -181,7 +181,7 @@ def needs_on(config: Config, hosts: Hosts, node: NodeProcesses) -> Iterator[tupl
         size = rank_bytes(config, model, on_gpu=TRAINER in hosts.devices, sends=rank == 0, certain=True)
         yield "trainer rank", size + copied_bytes(config, model) * (rank < copying_ranks(config))
     if not placement_of(config).together:
-        own = config.rollout.engine == "vllm_omni" and config.rollout.gpus_per_worker > 0
+        own_process = config.rollout.engine == "vllm_omni" and config.rollout.gpus_per_worker > 0
         for _ in node.workers.get(ROLLOUT, ()):
-            on_gpu = own or ROLLOUT in hosts.devices
+            on_gpu = own_process or ROLLOUT in hosts.devices
             yield "rollout worker", rollout_bytes(config, model, on_gpu=on_gpu, certain=True)

@@ -42,18 +42,18 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     least. If no layout fits, or the model cannot be planned, the one that needs least memory is chosen, with that
     reason.
     """
-    asked = _asked(config)
-    if not asked:
+    settings = _auto_settings(config)
+    if not settings:
         return Chosen(Layout.named(config.trainer))
     if "trainer" not in memory:
-        return _chosen(_filled(config, "none", "none"), asked, "the trainer has no GPU whose memory it could save")
+        return _chosen(_filled(config, "none", "none"), settings, "the trainer has no GPU whose memory it could save")
     try:
         layout, why = fitting(config, memory)
-        return _chosen(layout, asked, why)
+        return _chosen(layout, settings, why)
     except Exception as error:  # The run may start even if the planner cannot plan its model.
         logger.info("no plan of the trainer's layout", exc_info=True)
         why = f"the model cannot be rehearsed ({type(error).__name__}: {error}), and this needs least memory"
-        return _chosen(_filled(config, _shared(config), "full"), asked, why)
+        return _chosen(_filled(config, _shared(config), "full"), settings, why)
 
 
 def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
@@ -87,11 +87,11 @@ def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int
 
 def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
     """Returns pool → `device_bytes`, for the trainer and the rollout pool if they have GPUs by the configuration."""
-    asked = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
-    return {pool: device_bytes for pool, gpus in asked.items() if gpus > 0}
+    gpus_of = {"trainer": config.trainer.gpus_per_worker, "rollout": config.rollout.gpus_per_worker}
+    return {pool: device_bytes for pool, gpus in gpus_of.items() if gpus > 0}
 
 
-def _asked(config: Config) -> list[str]:
+def _auto_settings(config: Config) -> list[str]:
     trainer = config.trainer
     free = trainer.num_workers > 1 and not trainer.cpu_offload and not placement_of(config).together
     settings = [SHARD] if trainer.shard == AUTO and free else []
@@ -100,15 +100,15 @@ def _asked(config: Config) -> list[str]:
 
 def candidates(config: Config) -> Iterator[Layout]:
     """Yields the layouts to try, the cheapest first."""
-    asked = _asked(config)
-    for shard in ("none", _shared(config)) if SHARD in asked else ("",):
-        for how in CHECKPOINTED if CHECKPOINTING in asked else ("",):
+    settings = _auto_settings(config)
+    for shard in ("none", _shared(config)) if SHARD in settings else ("",):
+        for how in CHECKPOINTED if CHECKPOINTING in settings else ("",):
             yield _filled(config, shard, how)
 
 
-def _chosen(layout: Layout, asked: list[str], why: str) -> Chosen:
+def _chosen(layout: Layout, settings: list[str], why: str) -> Chosen:
     values = {SHARD: layout.in_shard(), CHECKPOINTING: layout.gradient_checkpointing}
-    return Chosen(layout, (f"{' and '.join(f'{key}=auto is {values[key]}' for key in asked)}: {why}",))
+    return Chosen(layout, (f"{' and '.join(f'{key}=auto is {values[key]}' for key in settings)}: {why}",))
 
 
 def _shared(config: Config) -> str:
@@ -117,8 +117,8 @@ def _shared(config: Config) -> str:
 
 
 def _filled(config: Config, shard: str, how: str) -> Layout:
-    layout, asked = Layout.named(config.trainer), _asked(config)
-    if SHARD in asked:
+    layout, settings = Layout.named(config.trainer), _auto_settings(config)
+    if SHARD in settings:
         size = config.trainer.workers_per_node if shard == "hybrid" else layout.shard_size
         layout = replace(layout, shard=shard, shard_size=size)
-    return replace(layout, gradient_checkpointing=how) if CHECKPOINTING in asked else layout
+    return replace(layout, gradient_checkpointing=how) if CHECKPOINTING in settings else layout

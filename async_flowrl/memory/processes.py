@@ -76,7 +76,7 @@ def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
         side: {n: size for n, size in footprint.parts.items() if n not in once}
         for side, footprint in (("trainer", trainer), ("rollout", rollout))
     }
-    parts |= {f"{name} ({side})": size for side, own in alone.items() for name, size in own.items()}
+    parts |= {f"{name} ({side})": size for side, held in alone.items() for name, size in held.items()}
     return Footprint(parts)
 
 

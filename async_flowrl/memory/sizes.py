@@ -71,23 +71,24 @@ def stored_sizes(config: Config, stored: StoredElements, itemsize: int) -> Sizes
     )
 
 
-_read: dict[str, tuple[list[Resolution], int]] = {}  # Settings and state of the prompt files → what `_asked` returns.
+# Settings and state of the prompt files → what `_sizes_and_longest` returns.
+_read: dict[str, tuple[list[Resolution], int]] = {}
 
 
 def at_largest(config: Config) -> Config:
     """Returns the configuration with its largest size for all images. Raises ValueError for an invalid size."""
     # The size is the largest of the settings and of the prompts that bring their own. If a prompt file is not on this
     # machine, only the settings count.
-    sizes, _ = _asked(config.data)
+    sizes, _ = _sizes_and_longest(config.data)
     return at_size(config, largest([*configured(config.rollout), *sizes]))
 
 
 def longest_prompt(config: Config) -> int:
     """Returns the length of the longest prompt, evaluations included. PromptError if the file of prompts is invalid."""
-    return _asked(config.data)[1]
+    return _sizes_and_longest(config.data)[1]
 
 
-def _asked(how: DataConfig) -> tuple[list[Resolution], int]:
+def _sizes_and_longest(how: DataConfig) -> tuple[list[Resolution], int]:
     """Returns the sizes that prompts bring, and the planned length of the longest one in tokens."""
     try:
         paths = [find_data(name, key="data", folder=True) for name in (how.train, how.evaluation) if name]

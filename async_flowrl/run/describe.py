@@ -45,7 +45,7 @@ def resumed(resume: Resume) -> Rows:
     if resume.path is None:
         return []
     goes_on = f"goes on after step {resume.version}, from {resume.path}"
-    return [("resume", goes_on), *(("forced", each) for each in resume.forced)]
+    return [("resume", goes_on), *(("forced", difference) for difference in resume.forced)]
 
 
 def inputs(prepared: Prepared) -> Rows:
@@ -90,22 +90,22 @@ def model_of(prepared: Prepared) -> str:
 def devices(prepared: Prepared) -> str:
     """Describes the workers of every pool, and the GPUs or CPU threads that each has or asks the cluster for."""
     config = prepared.config
-    said = [
+    clauses = [
         f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
         for spec in pools(prepared)
     ]
     where = {"local": "threads of this process"}.get(config.runtime.backend, "")
     where = where or ("this machine" if config.runtime.address is None else f"cluster {config.runtime.address}")
-    return f"{', '.join(said)}{placement_of(config).note} ({where})"
+    return f"{', '.join(clauses)}{placement_of(config).note} ({where})"
 
 
-def seat(gpus_per_worker: float, threads: int, known: float | None) -> str:
-    """Describes the resources of one worker. `known`: number of GPUs there are, None if only the cluster knows it."""
+def seat(gpus_per_worker: float, threads: int, gpus: float | None) -> str:
+    """Describes the resources of one worker. `gpus`: number of GPUs there are, None if only the cluster knows it."""
     cores = f"{threads} CPU thread{'s' * (threads > 1)}"
-    if gpus_per_worker == 0 or known == 0:
+    if gpus_per_worker == 0 or gpus == 0:
         return cores
     gpu = f"{gpus_per_worker:g} GPU{'s' * (gpus_per_worker > 1)}"
-    return gpu if known is not None else f"{gpu}, if it has any"
+    return gpu if gpus is not None else f"{gpu}, if it has any"
 
 
 def gpus(config: Config) -> float | None:
@@ -122,18 +122,18 @@ def gpus(config: Config) -> float | None:
 def training(prepared: Prepared) -> str:
     """Describes the training prompts: their number, their file, and how they are drawn."""
     config, prompts = prepared.config.data, prepared.data.train
-    said = [f"{_count(len(prompts))} of {prompts.rows.path}"]
+    clauses = [f"{_count(len(prompts))} of {prompts.rows.path}"]
     if prompts.duplicates:
-        said.append(f"{prompts.duplicates:,} of them duplicates by their text")
+        clauses.append(f"{prompts.duplicates:,} of them duplicates by their text")
     if cut := prepared.cut:
-        said.append(f"{cut:,} of them longer than the text encoder reads (model.max_sequence_length) and cut")
+        clauses.append(f"{cut:,} of them longer than the text encoder reads (model.max_sequence_length) and cut")
     if prompts.rows.left_out:
-        said.append(f"without the columns {', '.join(prompts.rows.left_out)}, which hold bytes")
+        clauses.append(f"without the columns {', '.join(prompts.rows.left_out)}, which hold bytes")
     if config.weight_key is not None:
-        said.append(f"drawn in proportion to {config.weight_key!r}")
+        clauses.append(f"drawn in proportion to {config.weight_key!r}")
     if config.curriculum.after is not None:
-        said.append(f"set aside where the last {config.curriculum.after} of their groups had no spread of rewards")
-    return ", ".join(said)
+        clauses.append(f"set aside where the last {config.curriculum.after} of their groups had no spread of rewards")
+    return ", ".join(clauses)
 
 
 def evaluation(prepared: Prepared) -> str:
@@ -151,6 +151,6 @@ def _count(number: int) -> str:
 
 
 def _term(key: str, term: RewardTerm) -> str:
-    said = [term.name] if term.name not in (None, key) else []
-    said += [] if term.required else ["not required"]
-    return f"{term.weight:g} × {key}" + (f" ({', '.join(map(str, said))})" if said else "")
+    notes = [term.name] if term.name not in (None, key) else []
+    notes += [] if term.required else ["not required"]
+    return f"{term.weight:g} × {key}" + (f" ({', '.join(map(str, notes))})" if notes else "")

@@ -49,12 +49,12 @@ async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> di
     """Returns pool → bytes of memory of its smallest device, for the pools that have devices."""
     # Rollout workers of vllm_omni are left out, because they start CUDA in processes of their own and plan their memory
     # themselves.
-    asked = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
-    asked |= {pool.name: pool.gpus_per_worker for pool in scoring_pools(config)}
+    gpus_of = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
+    gpus_of |= {pool.name: pool.gpus_per_worker for pool in scoring_pools(config)}
     if config.rollout.engine == "vllm_omni":
-        del asked[ROLLOUT]
+        del gpus_of[ROLLOUT]
     memory: dict[str, int] = {}
-    for pool in (name for name, gpus in asked.items() if gpus > 0):
+    for pool in (name for name, gpus in gpus_of.items() if gpus > 0):
         lane = "main" if is_scoring_pool(pool) else "control"
         calls = (
             worker.call("async_flowrl.observability.flops:total_memory", lane=lane) for worker in groups[pool].workers

@@ -30,11 +30,12 @@ OWN_SERVER = re.compile(r"(?!uv ).*serve[-_]rewards")
 
 def software() -> dict[str, str]:
     """Returns name → version of Python, of the installed packages that matter, and of the CUDA libraries of torch."""
-    known = {"Python": platform.python_version()} | {name: version(name) for name in ("async-flowrl", *PACKAGES, *CUPY)}
-    known |= {"torch": torch.__version__, "CUDA": str(torch.version.cuda or "none")}
+    versions = {name: version(name) for name in ("async-flowrl", *PACKAGES, *CUPY)}
+    versions = {"Python": platform.python_version(), **versions}
+    versions |= {"torch": torch.__version__, "CUDA": str(torch.version.cuda or "none")}
     if torch.version.cuda is not None and dist.is_nccl_available():
-        known["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {name: number for name, number in known.items() if number != "none"}
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {name: number for name, number in versions.items() if number != "none"}
 
 
 def device_findings() -> Iterator[Finding]:
@@ -44,8 +45,8 @@ def device_findings() -> Iterator[Finding]:
         capability, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
         sentence = f"{name}, {total / GIB:.1f} GiB, {free / GIB:.1f} free, capability {capability[0]}.{capability[1]}"
         old = capability < LEAST_CAPABILITY, FAILED, "bfloat16 needs capability 8.0 (Ampere) or newer"
-        taken = free < MIN_FREE_SHARE * total, WARNING, "something else holds memory there: see nvidia-smi, end it"
-        yield verdict(f"device {index}", sentence, old, taken)
+        crowded = free < MIN_FREE_SHARE * total, WARNING, "something else holds memory there: see nvidia-smi, end it"
+        yield verdict(f"device {index}", sentence, old, crowded)
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,14 @@ def made_by_vllm_omni(config: Config) -> list[str]:
 def scored_by_hps(config: Config) -> list[str]:
     held_out, pools = held_out_by_pool(config), scoring_pools(config)
     terms = {pool.name: {**pool.config(config.reward).terms, **held_out.get(pool.name, {})} for pool in pools}
-    return [pool for pool, own in terms.items() if any((one.name or key) in HPS_REWARDS for key, one in own.items())]
+    return [
+        pool for pool, rewards in terms.items() if any((one.name or key) in HPS_REWARDS for key, one in rewards.items())
+    ]
 
 
 def own_servers(config: Config) -> list[str]:
     commands = {term: serve.command or () for term, serve in served_terms(config)}
-    texts = {term: each if isinstance(each, str) else " ".join(map(str, each)) for term, each in commands.items()}
+    texts = {term: words if isinstance(words, str) else " ".join(map(str, words)) for term, words in commands.items()}
     return [server_pool(term) for term, text in texts.items() if OWN_SERVER.match(text)]
 
 
@@ -126,20 +129,22 @@ def optional_finding(name: str, config: Config | None) -> Finding:
     return verdict(f"optional {name}", lack or f"here, for {feature.what}", (lack is not None, status, why))
 
 
-def feature_findings(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machine]) -> Iterator[Finding]:
+def feature_findings(config: Config, specs: Sequence[PoolSpec], machines: Sequence[Machine]) -> Iterator[Finding]:
     """Yields one finding per optional feature that the configuration needs on a cluster."""
     # It is a failure if a node lacks the feature and has room for a worker that needs it, because Ray may choose that
     # node. Other nodes need nothing: the head of a cluster of GPUs, for example, need not have cupy.
-    room = {spec.name: room_for(spec, machines) for spec in wanted}
+    room = {spec.name: room_for(spec, machines) for spec in specs}
     for name, pools in needed(config).items():
         feature = FEATURES[name]
         homes = {one.name: [pool for pool in pools if one in room[pool]] for one in machines}
-        said = "; ".join(
+        sentence = "; ".join(
             f"{one.name} (room for {', '.join(homes[one.name])}): {one.lacks.get(name, 'no GPU')}"
             for one in machines
             if homes[one.name] and (name in one.lacks or (feature.on_device and not one.has_gpu))
         )
         everywhere = f"on every node with room for workers that need it, for {feature.what}"
         homeless = not any(homes.values()), SKIPPED, "no node has such room"
-        lacking = bool(said), FAILED, f"needed for {feature.what}: install it there, or start Ray there without room"
-        yield verdict(f"optional {name} on the nodes", said or everywhere, homeless, lacking)
+        advice = f"needed for {feature.what}: install it there, or start Ray there without room"
+        yield verdict(
+            f"optional {name} on the nodes", sentence or everywhere, homeless, (bool(sentence), FAILED, advice)
+        )

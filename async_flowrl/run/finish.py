@@ -112,7 +112,7 @@ def prompts_of(prepared: Prepared) -> dict[str, Any]:
 
 def forced(history: Sequence[Event]) -> list[str]:
     """Returns a sentence for each difference that `resume=force` accepted in the whole run."""
-    return [f"resume=force: {each}" for event in history if event["event"] == "inputs" for each in event["forced"]]
+    return [f"resume=force: {text}" for event in history if event["event"] == "inputs" for text in event["forced"]]
 
 
 def views(config: Config, directory: RunDirectory) -> list[str]:
@@ -236,8 +236,8 @@ def results(ending: Ending, summary: Mapping[str, Any]) -> None:
     """Prints the results, the paths of the files, and the first warnings."""
     say, directory, tune = ending.say, ending.directory, ending.prepared.config.tune
     say_result(ending, summary)
-    if known := mfu(summary):
-        say("MFU", known)
+    if share := mfu(summary):
+        say("MFU", share)
     if row := summary["evaluations"]["best"]:
         say("best", f"{directory.best(tune)} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
     trained = (TRAINED[tune], directory.trained(tune))

@@ -99,18 +99,18 @@ def check_fits_here(config: Config) -> None:
     # Also for GPUs that Ray does not find, because the run would train on the CPU without a word.
     from separation.ray_internals import gpus_here
 
-    wanted = outline(config)
+    specs = outline(config)
     unseen = sorted(DEVICES.glob("nvidia[0-9]*")) if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") else []
-    if unseen and gpus_here() == 0 and any(spec.gpus_per_worker > 0 for spec in wanted):
+    if unseen and gpus_here() == 0 and any(spec.gpus_per_worker > 0 for spec in specs):
         raise ConfigError(
             f"Ray finds no GPU on this machine, but there is {unseen[0]}: Ray asks NVML, whose library "
             "(libnvidia-ml.so.1) it does not find; tell it with RAY_OVERRIDE_RESOURCES="
             f"'{{\"GPU\": {len(unseen)}}}', or train on the CPU with CUDA_VISIBLE_DEVICES="
         )
     try:
-        cpus, custom = own_cluster(wanted, os.cpu_count() or 1)
+        cpus, custom = own_cluster(specs, os.cpu_count() or 1)
         here = {"CPU": float(cpus), "GPU": gpus_here(), **custom}
-        check_fits(reserve(wanted, here), [here])
+        check_fits(reserve(specs, here), [here])
     except ResourcesMissing as error:
         raise ConfigError(str(error)) from error
 

@@ -34,7 +34,7 @@ NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and t
 
 
 @dataclass(frozen=True)
-class Asked:
+class FactsRequest:
     # Folders whose file system's free space is reported; for a missing one, that of its nearest parent.
     folders: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()  # Packages whose code is digested, for comparison between nodes.
@@ -43,21 +43,21 @@ class Asked:
     text: str = ""
 
 
-def facts(asked: Asked) -> dict[str, Any]:
+def facts(request: FactsRequest) -> dict[str, Any]:
     """Returns all facts of this machine; sizes are in bytes, of memory and disks what is free at this moment."""
     temporary = temporary_folder()
     return {
         "host": socket.gethostname(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "code": code_of(asked.packages),
+        "code": code_of(request.packages),
         "cores": os.cpu_count() or 1,
         "memory": free_memory(),
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else 0,
-        "disks": {folder: free_disk(Path(folder)) for folder in (*asked.folders, temporary)},
+        "disks": {folder: free_disk(Path(folder)) for folder in (*request.folders, temporary)},
         "temporary": temporary,
         "sockets": temporary_refusal(),
-        "lacking": [module for module in asked.modules if not importable(module)],
-        "marked": not asked.mark or sees(asked.mark, asked.text),
+        "lacking": [module for module in request.modules if not importable(module)],
+        "marked": not request.mark or sees(request.mark, request.text),
         "gpus": gpus(),
     }
 
@@ -90,12 +90,12 @@ def machine_finding(machine: Machine) -> Finding:
     facts, disk = machine.facts, machine.facts["disks"][machine.facts["temporary"]]
     memory, shm, free = (f"{size / GIB:.1f} GiB" for size in (facts["memory"], facts["shm"], disk["free"]))
     kinds = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "no GPU"
-    said = f"{facts['host']}: {facts['cores']} cores, {kinds}; free: {memory} of memory, {shm} in /dev/shm"
+    summary = f"{facts['host']}: {facts['cores']} cores, {kinds}; free: {memory} of memory, {shm} in /dev/shm"
     cure = "free some, or ray start --temp-dir"
     sockets = machine.resources is None and bool(facts["sockets"]), FAILED, f"{facts['sockets']}"
     full = disk["free"] < LEAST_DISK, FAILED, f"Ray has no room for its logs there: {cure}"
     tight = disk["free"] < (1 - SPILL_SHARE) * disk["total"], WARNING, f"Ray spills nothing to a disk this full: {cure}"
-    return verdict(f"node {machine.name}", f"{said}, {free} in {facts['temporary']}", sockets, full, tight)
+    return verdict(f"node {machine.name}", f"{summary}, {free} in {facts['temporary']}", sockets, full, tight)
 
 
 def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Iterator[Finding]:
@@ -103,14 +103,14 @@ def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Itera
     kinds = {"versions of the nodes": "versions", "code": "code"}
     advice = "install the same everywhere, or use one file system; other code would give other weights"
     for name, kind in kinds.items():
-        said = "; ".join(
+        sentence = "; ".join(
             f"{machine.name} has another {package} ({machine.facts[kind].get(package)}, here {number})"
             for machine in machines
             for package, number in here[kind].items()
             if machine.facts[kind].get(package) != number
         )
         equal = f"{', '.join(map(' '.join, here[kind].items()))} on {everywhere(machines)}"
-        yield verdict(name, said or equal, (bool(said), FAILED, advice))
+        yield verdict(name, sentence or equal, (bool(sentence), FAILED, advice))
     if lacking := [f"{module} on {machine.name}" for machine in machines for module in machine.facts["lacking"]]:
         advice = "put the module on the import path there, or install it as a package"
         yield Finding("modules of your own", FAILED, f"not found: {', '.join(lacking)}", advice)
@@ -127,16 +127,16 @@ def everywhere(machines: Sequence[object]) -> str:
     return "this machine" if len(machines) == 1 else f"all {len(machines)} nodes"
 
 
-def seats(wanted: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
+def seats(specs: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
     """Checks that all workers with which a run starts find a place; warns if other programs hold it now."""
     exists = [node.resources for node in nodes]
     waits = [node.free for node in nodes], WARNING, "others hold them now: a run waits for deadlines.load"
     for left, status, advice in ((exists, FAILED, "fewer workers, or more nodes"), waits):
         try:
-            placement.check_fits(placement.reserve(wanted, placement.totals(exists)), left)
+            placement.check_fits(placement.reserve(specs, placement.totals(exists)), left)
         except (placement.ResourcesMissing, ValueError) as error:
             return Finding("seats", status, str(error).splitlines()[0], advice)
-    return Finding("seats", OK, f"free for {', '.join(f'{spec.name} {spec.least}' for spec in wanted)}")
+    return Finding("seats", OK, f"free for {', '.join(f'{spec.name} {spec.least}' for spec in specs)}")
 
 
 def network_findings(survey: Survey, version_bytes: int) -> Iterator[Finding]:
@@ -147,26 +147,28 @@ def network_findings(survey: Survey, version_bytes: int) -> Iterator[Finding]:
     for name, answers in (("clocks", survey.clocks()), ("broadcast", survey.broadcast(size))):
         errors = {node: answer for node, answer in answers.items() if isinstance(answer, Exception)}
         yield from (failed(f"{name}, {names[node]}", error, NETWORK) for node, error in errors.items())
-        told: dict[str, Any] = {names[node]: answer for node, answer in answers.items() if node not in errors}
-        if told:
-            yield clock_finding(told) if name == "clocks" else broadcast_finding(told, size, version_bytes)
+        measured: dict[str, Any] = {names[node]: answer for node, answer in answers.items() if node not in errors}
+        if measured:
+            yield clock_finding(measured) if name == "clocks" else broadcast_finding(measured, size, version_bytes)
 
 
 def clock_finding(clocks: Mapping[str, Offset]) -> Finding:
     """Warns about clocks that differ. They do not affect the weights, but make logs hard to read."""
     apart = {name: clock.seconds for name, clock in clocks.items() if abs(clock.seconds) - clock.within > SKEW_SECONDS}
-    said = ", ".join(f"{name} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for name, by in apart.items())
+    sentence = ", ".join(f"{name} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for name, by in apart.items())
     most = f"at most {1000 * max(abs(clock.seconds) for clock in clocks.values()):.0f} ms from this machine's"
-    return verdict("clocks", said or most, (bool(said), WARNING, "start an NTP client there: logs have these times"))
+    return verdict(
+        "clocks", sentence or most, (bool(sentence), WARNING, "start an NTP client there: logs have these times")
+    )
 
 
 def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: int) -> Finding:
     """Reports how long a version takes from this node to all others at once; a slow link is a warning."""
     slowest = max(seconds, key=lambda name: seconds[name])
     rate = nbytes / seconds[slowest]
-    said = f"{nbytes / 1e6:.0f} MB by object store, {rate / 1e6:.0f} MB/s to the slowest node, {slowest}"
-    said += f", so a version of {version_bytes / 1e6:.1f} MB takes {version_bytes / rate:.2f} s"
-    return verdict("broadcast", said, (rate < SLOW_BYTES_PER_SECOND, WARNING, f"{slowest} is slow: {NETWORK}"))
+    sentence = f"{nbytes / 1e6:.0f} MB by object store, {rate / 1e6:.0f} MB/s to the slowest node, {slowest}"
+    sentence += f", so a version of {version_bytes / 1e6:.1f} MB takes {version_bytes / rate:.2f} s"
+    return verdict("broadcast", sentence, (rate < SLOW_BYTES_PER_SECOND, WARNING, f"{slowest} is slow: {NETWORK}"))
 
 
 # Packages whose versions affect results bit for bit, or the communication between nodes.
@@ -206,8 +208,8 @@ def gpus() -> list[dict[str, Any]]:
     """Returns name and total bytes of every GPU that nvidia-smi shows; empty if it is missing, fails or hangs."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return []
-    rows = (line.rpartition(",") for line in said.splitlines())
+    rows = (line.rpartition(",") for line in output.splitlines())
     return [{"name": name.strip(), "memory": int(mib) * 2**20} for name, _, mib in rows if mib.strip().isdigit()]

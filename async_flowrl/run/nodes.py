@@ -71,8 +71,8 @@ async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup],
         async with deadline(config.deadlines.load, "load: whether all nodes see the run directory"):
             sight = "separation.node:sees"
             calls = (worker.call(sight, path, text, lane=lane) for worker, lane in one_each.values())
-            seen = await together(*calls)
-    blind = [worker for (worker, _), sees in zip(one_each.values(), seen, strict=True) if not sees]
+            answers = await together(*calls)
+    blind = [worker for (worker, _), sees in zip(one_each.values(), answers, strict=True) if not sees]
     for worker in blind:
         if worker.pool == TRAINER:
             raise ConfigError(
@@ -137,21 +137,21 @@ async def look(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: M
 async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...]:
     """Returns the nodes of all workers, each with its memory as the first of its workers sees it."""
     # Workers are on one node if they have one address, one host name and the same control groups.
-    asked = [
+    calls = [
         (name, worker, quick_lane(group.spec))
         for name, group in sorted(groups.items(), key=lambda item: item[0] != TRAINER)
         for worker in group.workers
     ]
-    answers: list[NodeMemory] = await together(*(worker.call(MEMORY, lane=lane) for _, worker, lane in asked))
+    answers: list[NodeMemory] = await together(*(worker.call(MEMORY, lane=lane) for _, worker, lane in calls))
     memory: dict[tuple[str, str, str], NodeMemory] = {}
-    there: dict[tuple[str, str, str], dict[str, list[int]]] = {}
-    for (name, worker, _), seen in zip(asked, answers, strict=True):
-        node = worker.node, seen.host, seen.place
-        memory.setdefault(node, seen)
-        there.setdefault(node, {}).setdefault(name, []).append(worker.index)
+    workers: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    for (name, worker, _), report in zip(calls, answers, strict=True):
+        node = worker.node, report.host, report.place
+        memory.setdefault(node, report)
+        workers.setdefault(node, {}).setdefault(name, []).append(worker.index)
     return tuple(
         NodeProcesses(node[0], memory[node], {name: tuple(of) for name, of in pools.items()})
-        for node, pools in there.items()
+        for node, pools in workers.items()
     )
 
 

@@ -18,7 +18,7 @@ from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
 from async_flowrl.run.launch import check_machine
-from async_flowrl.run.machines import GB, GIB, Asked, Machine, facts
+from async_flowrl.run.machines import GB, GIB, FactsRequest, Machine, facts
 from async_flowrl.run.nodes import OUR_CODE, marked
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
@@ -69,34 +69,34 @@ def start_findings(prepared: Prepared, least_nodes: int = 1) -> Iterator[Finding
             mark, text = stack.enter_context(marked(nearest(config)))
         except OSError:  # not writable; the finding on the run directory reports that
             mark = text = ""
-        asked = Asked((run_folder(config),), OUR_CODE, tuple(modules_of(config)), mark, text)
-        here = this_machine(asked)
+        request = FactsRequest((run_folder(config),), OUR_CODE, tuple(modules_of(config)), mark, text)
+        here = this_machine(request)
         if not config.runtime.on_this_machine:
-            yield from on_cluster(prepared, here, asked, least_nodes)
+            yield from on_cluster(prepared, here, request, least_nodes)
         else:
             yield nodes.machine_finding(here)
             yield from judged(prepared, here, [here], None)
 
 
-def on_cluster(prepared: Prepared, here: Machine, asked: Asked, least: int) -> Iterator[Finding]:
+def on_cluster(prepared: Prepared, here: Machine, request: FactsRequest, least: int) -> Iterator[Finding]:
     """Yields findings on every node of the cluster at `runtime.address`; a failure if nothing answers there."""
-    config, address, wanted = prepared.config, str(prepared.config.runtime.address), pools(prepared)
+    config, address, specs = prepared.config, str(prepared.config.runtime.address), pools(prepared)
     try:
         with survey(address, nodes=least, wait=NODES_SECONDS if least > 1 else 0.0) as looked:
             advice = f"{least} were waited for ({NODES_SECONDS:g} s): see the output of `ray start` on the others"
             yield verdict("Ray", f"{len(looked.nodes)} nodes at {address}", (len(looked.nodes) < least, FAILED, advice))
-            yield nodes.seats(wanted, looked.nodes)
+            yield nodes.seats(specs, looked.nodes)
             machines = []
-            told, lacks = looked.run(FACTS, asked), looked.run(MISSING, list(features.needed(config)))
+            reports, lacks = looked.run(FACTS, request), looked.run(MISSING, list(features.needed(config)))
             for node in looked.nodes:
-                answers, store = (told[node.id], lacks[node.id]), node.resources.get("object_store_memory", 0.0)
-                if errors := [each for each in answers if isinstance(each, Exception)]:
+                answers, store = (reports[node.id], lacks[node.id]), node.resources.get("object_store_memory", 0.0)
+                if errors := [answer for answer in answers if isinstance(answer, Exception)]:
                     yield failed(f"node {node.name}", errors[0], "install this package there, and start Ray from it")
                 else:
                     machines.append(Machine(node.name, answers[0], store, node.resources, answers[1]))
             yield from map(nodes.machine_finding, machines)
             yield from nodes.same_findings(here.facts, machines)
-            yield from features.feature_findings(config, wanted, machines)
+            yield from features.feature_findings(config, specs, machines)
             yield from judged(prepared, here, machines, looked) if machines else ()
     except (ResourcesMissing, ConnectionError, RuntimeError) as error:
         yield Finding("Ray", FAILED, f"runtime.address={address}: {str(error).partition(chr(10))[0]}", START)
@@ -112,7 +112,7 @@ def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], looke
         yield failed("plan", error, "memory and disks were not compared", WARNING)
     else:
         version = plan.model.version_bytes
-        on_gpus = any(each.facts["gpus"] for each in machines)
+        on_gpus = any(machine.facts["gpus"] for machine in machines)
         yield memory_finding(host_processes(config, plan, on_gpus=on_gpus), machines)
         yield store_finding(plan.payload, machines)
         yield from disk_findings(config, plan, here, machines)
@@ -120,13 +120,13 @@ def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], looke
         yield from nodes.network_findings(looked, version)
 
 
-def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequence[Machine]) -> Finding:
+def device_finding(config: Config, specs: Sequence[PoolSpec], machines: Sequence[Machine]) -> Finding:
     """Compares the memory plan of each pool with the smallest GPU that its workers can get."""
     # GPUs that are too small are a failure, or a warning if there are larger ones, because Ray chooses among them when
     # the workers start. vllm_omni plans its memory itself.
     largest, smallest = 0, dict[str, int]()
     planned = {TRAINER, SHARED, *([ROLLOUT] if config.rollout.engine != "vllm_omni" else [])}
-    for spec in wanted:
+    for spec in specs:
         sizes = [int(gpu["memory"]) for one in nodes.room_for(spec, machines) for gpu in one.facts["gpus"]]
         if sizes and spec.gpus_per_worker and (spec.name in planned or is_scoring_pool(spec.name)):
             largest, smallest[spec.name] = max(largest, *sizes), min(sizes)
@@ -138,34 +138,40 @@ def device_finding(config: Config, wanted: Sequence[PoolSpec], machines: Sequenc
         mixed = largest > min(smallest.values())
         off = "Ray may choose larger ones: keep the pools off the smaller ones, ray start --num-gpus there"
         return failed("devices", error, off if mixed else REFUSED, WARNING if mixed else FAILED)
-    said = f"the plan fits the smallest GPUs: {', '.join(f'{pool} {n / GIB:.1f} GiB' for pool, n in smallest.items())}"
-    return verdict("devices", "; ".join(warnings) or said, (bool(warnings), WARNING, WARNED))
+    sentence = (
+        f"the plan fits the smallest GPUs: {', '.join(f'{pool} {n / GIB:.1f} GiB' for pool, n in smallest.items())}"
+    )
+    return verdict("devices", "; ".join(warnings) or sentence, (bool(warnings), WARNING, WARNED))
 
 
 def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[PoolProcesses]:
     scoring = (PoolProcesses(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
     kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * config.keeps_state
-    own = host.training_processes(config, plan.model, on_gpus=on_gpus)
-    return [*own, *scoring, PoolProcesses("controller", 1, kept)]
+    training = host.training_processes(config, plan.model, on_gpus=on_gpus)
+    return [*training, *scoring, PoolProcesses("controller", 1, kept)]
 
 
 def memory_finding(planned: Sequence[PoolProcesses], machines: Sequence[Machine]) -> Finding:
     """Compares the planned host memory, in total and of the processes that share a node, with what is free."""
-    needed, free = sum(each.total for each in planned), sum(one.facts["memory"] for one in machines)
-    alone = max(each.on_a_node for each in planned) > max(one.facts["memory"] for one in machines)
-    counted = " + ".join(f"{each.count} × {each.pool} {each.bytes / GIB:.1f}" for each in planned if each.count)
-    said = f"{needed / GIB:.1f} GiB planned ({counted}), {free / GIB:.1f} free on {nodes.everywhere(machines)}"
+    needed, free = sum(process.total for process in planned), sum(one.facts["memory"] for one in machines)
+    alone = max(process.on_a_node for process in planned) > max(one.facts["memory"] for one in machines)
+    counted = " + ".join(
+        f"{process.count} × {process.pool} {process.bytes / GIB:.1f}" for process in planned if process.count
+    )
+    sentence = f"{needed / GIB:.1f} GiB planned ({counted}), {free / GIB:.1f} free on {nodes.everywhere(machines)}"
     advice = "fewer workers, a smaller batch, or machines with more: `async-flowrl plan --memory` shows the parts"
-    return verdict("memory", said, (needed > free or alone, FAILED, advice))
+    return verdict("memory", sentence, (needed > free or alone, FAILED, advice))
 
 
 def store_finding(payload: int, machines: Sequence[Machine]) -> Finding:
     """Compares the bytes that wait at most with the object stores, which lie on disk where /dev/shm is too small."""
     store = sum(machine.object_store for machine in machines)
-    said = f"{payload / GB:.2f} GB of images and trajectories wait at most, there is room for {store / GB:.2f}"
+    sentence = f"{payload / GB:.2f} GB of images and trajectories wait at most, there is room for {store / GB:.2f}"
     small = payload > store, FAILED, "a smaller step or max_staleness, or a larger --object-store-memory"
     slow = any(not one.store and 0 < one.facts["shm"] < one.object_store for one in machines)
-    return verdict("object store", said, small, (slow, WARNING, "/dev/shm is too small for it: docker run --shm-size"))
+    return verdict(
+        "object store", sentence, small, (slow, WARNING, "/dev/shm is too small for it: docker run --shm-size")
+    )
 
 
 def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:
@@ -175,25 +181,25 @@ def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Seq
     checkpoint = plan.snapshot * (config.trainer.num_workers if config.in_shares else 1)
     size = FOLDER_BYTES + (1 + best) * plan.model.version_bytes + (config.save.keep + 1 + best) * checkpoint
     disk = here.facts["disks"][folder]
-    said = f"{folder}: {size / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"
+    sentence = f"{folder}: {size / GB:.2f} GB planned, {disk['free'] / GB:.1f} free"
     locked = not disk["writable"], FAILED, "it cannot be written: set output_dir to a folder of yours"
-    yield verdict("run directory", said, locked, (size > disk["free"], FAILED, "free some, or lower save.keep"))
+    yield verdict("run directory", sentence, locked, (size > disk["free"], FAILED, "free some, or lower save.keep"))
     blind = ", ".join(machine.name for machine in machines if not machine.facts["marked"])
     if len(machines) > 1:
         nowhere = not any(machine.facts["marked"] for machine in machines)
         advice = "set output_dir to a file system that all nodes see: checkpoints lie there"
-        said = f"not seen on {blind}" if blind else f"seen by {nodes.everywhere(machines)}"
-        yield verdict("shared run directory", said, (nowhere, FAILED, advice), (bool(blind), WARNING, advice))
+        sentence = f"not seen on {blind}" if blind else f"seen by {nodes.everywhere(machines)}"
+        yield verdict("shared run directory", sentence, (nowhere, FAILED, advice), (bool(blind), WARNING, advice))
 
 
-def this_machine(asked: Asked) -> Machine:
+def this_machine(request: FactsRequest) -> Machine:
     """Returns this machine; its GPUs are torch's if nvidia-smi shows none or CUDA_VISIBLE_DEVICES limits them."""
-    told = facts(asked)
-    if not told["gpus"] or VISIBLE_DEVICES in os.environ:
+    here = facts(request)
+    if not here["gpus"] or VISIBLE_DEVICES in os.environ:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         cards = (torch.cuda.get_device_properties(index) for index in range(count))
-        told["gpus"] = [{"name": card.name, "memory": card.total_memory} for card in cards]
-    return Machine("here", told)
+        here["gpus"] = [{"name": card.name, "memory": card.total_memory} for card in cards]
+    return Machine("here", here)
 
 
 def modules_of(config: Config) -> list[str]:
@@ -207,4 +213,4 @@ def run_folder(config: Config) -> str:
 
 
 def nearest(config: Config) -> Path:
-    return next(each for each in (Path(run_folder(config)), *Path(run_folder(config)).parents) if each.is_dir())
+    return next(folder for folder in (Path(run_folder(config)), *Path(run_folder(config)).parents) if folder.is_dir())

@@ -187,16 +187,16 @@ def newest_state(run: Run, before: Resume) -> Resume:
     """
     kept, evaluations = run.kept.newest(), run.ledgers.evaluations
     try:
-        own = newest(run.directory)
+        state = newest(run.directory)
     except DamagedCheckpoint:
         if kept is None:
             raise
-        own = START
-    if kept is not None and kept.version >= own.version:
-        own = Resume(None, kept.version, dict(kept.controller), kept=kept, held=held_versions(kept.files))
-    elif own.path is None:
-        own = before
-    return with_unevaluated(run.prepared.config, own, evaluations)
+        state = START
+    if kept is not None and kept.version >= state.version:
+        state = Resume(None, kept.version, dict(kept.controller), kept=kept, held=held_versions(kept.files))
+    elif state.path is None:
+        state = before
+    return with_unevaluated(run.prepared.config, state, evaluations)
 
 
 def with_unevaluated(config: Config, resume: Resume, evaluations: EvaluationLog) -> Resume:
@@ -277,10 +277,10 @@ async def clean_rollout(worker: Worker, *, seconds: float) -> None:
 def context_of(run: Run, resume: Resume) -> Context:
     """Returns fresh controller state for an attempt from `resume`, and records the workers in the event log."""
     config, ledgers = run.prepared.config, run.ledgers
-    own = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
+    ours = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
     if resume.kept is not None:  # Its checkpoint is written only if one is due that is lacking.
-        there = any(checkpoint_step(path) == resume.version for path in written(run.directory.checkpoints))
-        own = there or not checkpoint_due(config, resume.version)
+        written_already = any(checkpoint_step(path) == resume.version for path in written(run.directory.checkpoints))
+        ours = written_already or not checkpoint_due(config, resume.version)
     requests = with_outcomes(run.prepared.requests, resume)
     records = EvaluationRecords(
         config,
@@ -300,7 +300,7 @@ def context_of(run: Run, resume: Resume) -> Context:
         requests=requests,
         base_digest=run.base_digest,
         schedules=run.schedules,
-        saved=[resume.version] if own else [],
+        saved=[resume.version] if ours else [],
         spare=records.spare,
     )
     scored = run.directory.scores

@@ -23,7 +23,7 @@ from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import DTYPES, load_policy, resolve_model
 from async_flowrl.run import features
-from async_flowrl.run.machines import Asked, facts
+from async_flowrl.run.machines import FactsRequest, facts
 from async_flowrl.seeds import derive, generator
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.flat import FlatParameters
@@ -41,7 +41,7 @@ Work = Callable[[], Sequence[Tensor]]
 
 def kernels(task: Task) -> None:
     """Says versions and machine, then for each kind of work whether its bits repeat. A refused kernel is not ok."""
-    here, locked = facts(Asked()), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    here, locked = facts(FactsRequest()), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     machine = {name: here[name] for name in ("cores", "memory", "shm", "gpus")} | {"locked_memory": locked}
     seen = {"torch": torch.cuda.device_count(), "ray": gpus_here()}
     task.say("machine", software=features.software(), machine=machine, cards=seen)

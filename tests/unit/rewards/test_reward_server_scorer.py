@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.cli.scorer import Asked, Refused, Scorer, Settings, Share
+from async_flowrl.cli.scorer import PendingRequest, Refused, Scorer, Settings, Share
 from async_flowrl.rewards.http_contract import ScoreRequest, encode_image
 from async_flowrl.types import ByteArray, Prompt
 
@@ -55,10 +55,10 @@ def request(*prompts: Prompt | str) -> ScoreRequest:
     return ScoreRequest([image] * len(read), read)
 
 
-def asked(scorer: Scorer, wanted: ScoreRequest, client: Client | None = None) -> Asked:
+def asked(scorer: Scorer, wanted: ScoreRequest, client: Client | None = None) -> PendingRequest:
     share = Share(scorer.room)
     share.grow(BYTES)
-    return Asked(wanted, (client or Client()).gone, share)
+    return PendingRequest(wanted, (client or Client()).gone, share)
 
 
 async def begun(scorer: Scorer, reward: Slow, wanted: ScoreRequest, client: Client | None = None) -> asyncio.Task[Any]:
@@ -82,14 +82,14 @@ def test_429_counts_those_that_wait_and_a_cancelled_request_frees_its_place_at_o
         await settled()
         with pytest.raises(Refused, match="a request is being scored and 2 are waiting already; ask again later"):
             await scorer.reply(asked(scorer, request("4")))
-        assert scorer.room.taken == 3 * BYTES
+        assert scorer.room.reserved == 3 * BYTES
         second.cancel()
         await settled()
-        assert scorer.room.taken == 2 * BYTES
+        assert scorer.room.reserved == 2 * BYTES
         fifth = asyncio.create_task(scorer.reply(asked(scorer, request("5"))))
         await settled()
         reward.go.set()
         await asyncio.gather(first, third, fifth)
-        assert [name for name, _ in reward.called] == ["first", "3", "5"] and scorer.room.taken == 0
+        assert [name for name, _ in reward.called] == ["first", "3", "5"] and scorer.room.reserved == 0
 
     run(test())
