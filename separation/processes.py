@@ -101,9 +101,6 @@ def sigterm_ours_alone() -> Iterator[None]:
     # `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
     # then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
     # Daemons and the workers that they start inherit the mask of blocked signals.
-    # `ray.init` replaces the handler. Slurm, `timeout` and shells send SIGTERM to every process of a job. This process
-    # then ends in order, with a checkpoint, and needs its workers for that; they are ended by SIGKILL when it is done.
-    # Daemons and the workers that they start inherit the mask of blocked signals.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

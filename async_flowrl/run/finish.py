@@ -141,7 +141,6 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
 def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
     """Returns the seconds that a rollout worker lost on average by waiting for, receiving and activating versions."""
     # Waiting and receiving count from the start of this process, activation only since the last rollback.
-    # Waiting and receiving count from the start of this process, activation only since the last rollback.
     _, last = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == ACTIVATE)
     waited = outcome.pools[ROLLOUT]

@@ -115,8 +115,6 @@ async def train(ending: Ending, resume: Resume, display: Display) -> int:
     """Trains from the start or `resume` to the end, writes the results, and returns the exit code."""
     # Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a
     # checkpoint.
-    # Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a
-    # checkpoint.
     stop, directory = ending.stop, ending.directory
     try:
         summary = await train_until(ending, resume, display)
@@ -135,8 +133,6 @@ async def train(ending: Ending, resume: Resume, display: Display) -> int:
 
 def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory) -> int | None:
     """Returns the step of the newest sound checkpoint if the run can end as stopped in spite of `error`, else None."""
-    # It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
-    # often ends the workers as well. Shares of several ranks are not read for it.
     # It can if it was asked to stop and `error` is the death of a worker or server: a scheduler that asks a run to stop
     # often ends the workers as well. Shares of several ranks are not read for it.
     if not stop() or not isinstance(leaves(error)[0], WorkerDied | ServerLost):
@@ -251,7 +247,6 @@ def stored(config: Config) -> str:
 
 def refused(error: BaseException) -> str | None:
     """Returns the message of a ValueError of a loading worker, i.e. of a wrong configuration, else None."""
-    # An example is a LoRA for layers that do not exist.
     # An example is a LoRA for layers that do not exist.
     cause = leaves(error)[0]
     loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"
