@@ -19,10 +19,9 @@ from checkpoint_engine.base import Header
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.incremental import Sealing
-from checkpoint_engine.layout import ALIGNMENT_BYTES, Entry, Layout, blocks, padded
+from checkpoint_engine.layout import ALIGNMENT_BYTES, Entry, Layout, blocks, check_sample, padded, sample
 from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.side_stream import SideStream, on
-from checkpoint_engine.spot_check import check_sample, sample
 
 UNDER_WAY = 2  # Number of buckets under way: one is put into its place while the next one comes.
 
@@ -49,7 +48,7 @@ class Share:
     """One rank's rows of a version. They must not change until the version is gathered."""
 
     flat: Tensor  # The rows uint8 [nbytes] on any device, in the layout of the share.
-    sample: Tensor  # Some elements of them, copied when the version was made (spot_check.py).
+    sample: Tensor  # Some elements of them, copied when the version was made (`sample`).
     ready: Any = None  # CUDA event after which the rows are complete; None in host memory.
 
 

@@ -1,18 +1,19 @@
 """Layout of many named tensors in one flat byte buffer, the form in which a version is sent and stored."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from checkpoint_engine import pinned_memory
 from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.errors import WeightsMismatch
+from checkpoint_engine.side_stream import pinned as pinned_buffer
 
 ALIGNMENT_BYTES = 256
 # Bytes that are copied and digested at a time: they fit the cache of one CPU core, so that the digest does not read
@@ -65,9 +66,9 @@ class Layout:
         return combine(f"{e.name}|{e.shape}|{e.dtype}|{e.offset}" for e in self.entries)
 
     def empty(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> Tensor:
-        """Returns an uninitialised buffer uint8 [nbytes]; `pinned` is page-locked host memory (pinned_memory.py)."""
+        """Returns an uninitialised buffer uint8 [nbytes]; `pinned` is page-locked host memory."""
         if pinned:
-            return pinned_memory.pinned(self.nbytes)
+            return pinned_buffer(self.nbytes)
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -171,3 +172,44 @@ def padded(size: int, alignment: int = ALIGNMENT_BYTES) -> int:
 def _nearest(name: str, names: "Mapping[str, Entry] | set[str]") -> str:
     close = get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f" (nearest: {close[0]})" if close else ""
+
+
+MAX_SAMPLES_PER_TENSOR = 16  # Largest number of elements per tensor that are compared.
+
+
+def sample(layout: Layout, sources: Sequence[Tensor]) -> Tensor:
+    """Returns a few elements of every tensor, in layout order and the dtype that is sent, on the tensors' device."""
+    picked = []
+    for (count, step, dtype), source in zip(_samplings(layout), sources, strict=True):
+        flat = source if source.is_contiguous() else source.contiguous()
+        few = flat.as_strided((count,), (step,))
+        picked.append(few if few.dtype is dtype else few.to(dtype))
+    return torch.cat(picked)
+
+
+def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[Tensor]) -> None:
+    """Raises WeightsMismatch if the sample of staged `views` is not `expected`; names `title` and the tensor."""
+    # It finds bytes of an older version and bytes that changed while they were copied, which no digest shows.
+    staged = sample(layout, views).cpu()
+    if torch.equal(staged.view(torch.uint8), expected.view(torch.uint8)):
+        return
+    start = 0
+    for entry, (count, _, _) in zip(layout.entries, _samplings(layout), strict=True):
+        end = start + count
+        if not torch.equal(staged[start:end].view(torch.uint8), expected[start:end].view(torch.uint8)):
+            raise WeightsMismatch(
+                f"the staged bytes of {title} are not the trainer's: "
+                f"{entry.name} begins {staged[start].item():.6g}, was {expected[start].item():.6g}"
+            )
+        start = end
+
+
+@lru_cache(16)
+def _samplings(layout: Layout) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Returns by tensor the number of elements that are compared, their distance in elements, and the dtype sent."""
+    samplings = []
+    for entry in layout.entries:
+        numel = math.prod(entry.shape)
+        count = min(MAX_SAMPLES_PER_TENSOR, numel)
+        samplings.append((count, max(1, numel // max(1, count)), dtype_of(entry)))
+    return tuple(samplings)

@@ -4,6 +4,7 @@ A copy on the default stream would begin only after all work that the main threa
 whole optimizer step.
 """
 
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -11,14 +12,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint_engine.digest import ByteArray
 
 PINNED_BLOCK_BYTES = 4 << 20  # Bytes of one copy between host and GPU.
-
-cuda: Any = torch.cuda  # torch.cuda as Any, because its stream and event classes have no types.
+cuda: Any = torch.cuda  # torch.cuda as Any, because its streams, events and functions of CUDA's runtime have no types.
 
 
 def concrete(device: torch.device | str) -> torch.device:
@@ -78,7 +79,7 @@ class HostCopy:
 
     # The buffer must be complete at the start, because the copy waits for no stream but `side`, and must not change
     # until `wait` has returned for its last byte. Where the copy is dropped before, its end is waited for, because only
-    # then may its memory be used for something else or released (pinned_memory.py).
+    # then may its memory be used for something else or released.
 
     def __init__(self, source: Tensor, target: Tensor, side: SideStream) -> None:
         self.source, self._end = source, 0
@@ -160,3 +161,45 @@ def _arrived(block: _Block, nbytes: int) -> ByteArray:
     block.settle()
     data: ByteArray = block.memory[:nbytes].numpy()
     return data
+
+
+EXACT_FROM_BYTES = 1 << 30  # Size from which a buffer is page-locked by itself instead of rounded up to a power of two.
+
+
+def pinned_bytes(nbytes: int) -> int:
+    if nbytes < EXACT_FROM_BYTES:
+        return 1 << max(0, nbytes - 1).bit_length()
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def pinned(nbytes: int) -> Tensor:
+    """Returns a page-locked buffer uint8 [nbytes] in host memory, with any contents. Needs a CUDA device.
+
+    Unlike torch's allocator, this knows nothing of copies that are under way: whoever queues one must refer to the
+    buffer until it has ended, as HostCopy (side_stream.py) does. Raises MemoryError if CUDA cannot page-lock the
+    memory, OSError if there is none.
+    """
+    # torch's allocator rounds up to a power of two, so a version of 41 GB would take 64 GiB. A large buffer is
+    # therefore ordinary memory that CUDA page-locks. A small one comes from torch's allocator, which keeps it:
+    # page-locking and releasing may wait for the whole GPU.
+    if nbytes < EXACT_FROM_BYTES:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    size = pinned_bytes(nbytes)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_DONTFORK)  # after a fork, a page that this process writes would be replaced by a copy
+    memory = np.frombuffer(mapping, np.uint8)
+    address = memory.ctypes.data
+    _check(cuda.cudart().cudaHostRegister(address, size, 0), f"page-lock {size:,} bytes of host memory")
+    # Each tensor and array made of this array refers to it, so it ends when nothing can use the memory any more.
+    weakref.finalize(memory, _release, address, mapping).atexit = False
+    return torch.from_numpy(memory)[:nbytes]
+
+
+def _release(address: int, mapping: mmap.mmap) -> None:
+    # The mapping is unmapped only after this call, since it is referred to until then.
+    _check(cuda.cudart().cudaHostUnregister(address), f"release {len(mapping):,} page-locked bytes")
+
+
+def _check(code: int, what: str) -> None:
+    if int(code) != 0:
+        raise MemoryError(f"CUDA can't {what}: {cuda.cudart().cudaGetErrorString(code)}")

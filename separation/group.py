@@ -7,9 +7,11 @@ the same time.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+# Handle of a result in the worker's memory or in Ray's object store; an argument of other calls, or of `fetch`.
+Ref: TypeAlias = object
 
 
 class WorkerDied(RuntimeError):
@@ -42,10 +44,6 @@ class RefLost(RuntimeError):
 
 class NoSeat(RuntimeError):
     """Raised if a worker of an elastic pool is lost and no node has room for its successor now."""
-
-
-class Ref(Protocol):
-    """Handle of a result in the worker's memory or Ray's store; an argument of other calls, or of `fetch`."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.messages import unknown_name
-from async_flowrl.observability.terminal import say
+from async_flowrl.observability.terminal import refuse, say
 
 BASELINE = "sync separate"
 ONE_POOL = "placement=shared"
@@ -207,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         rounds = compare(options, chosen(options))
     except (ConfigError, ValueError, RunFailed) as error:
-        say(f"async_flowrl: {error}\n", sys.stderr)
-        return 2
+        return refuse(error)
     command = shlex.join(["async-flowrl", "benchmark", *words])
     out: Path = options.out.expanduser()
     out.mkdir(parents=True, exist_ok=True)

@@ -446,7 +446,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)  # before torch is imported, so that help and errors appear at once
-    from async_flowrl.cli.check_model import run
-
-    return run(options)
+    return run(parser().parse_args(arguments))

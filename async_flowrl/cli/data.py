@@ -17,6 +17,7 @@ from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
 from async_flowrl.data.rows import LineRows
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
+from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies.registry import LengthCheck, resolve_model, shapes_of
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
@@ -60,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys = Keys(options.prompt_key, options.weight_key, needs_target)
         scanned, train, evaluation = look(options, keys, [check for check in checks if check is not None])
     except (ValueError, FileNotFoundError) as error:
-        sys.stderr.write(f"async_flowrl: {error}\n")
-        return exit_codes.CONFIG
+        return refuse(error)
     sys.stdout.write(page(scanned, train, evaluation, lengths.cut if lengths else None))
     return exit_codes.CONFIG if scanned.refusals or not len(scanned.places) else exit_codes.OK
 

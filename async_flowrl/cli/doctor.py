@@ -18,6 +18,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.observability.terminal import refuse
 from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, Finding, verdict
@@ -44,14 +45,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if gone := [option for option in REMOVED if option in {word.partition("=")[0] for word in words}]:
-        return refused(f"{gone[0]} is gone: {SUCCESSOR}")
+        return refuse(f"{gone[0]} is gone: {SUCCESSOR}")
     options = parser().parse_intermixed_args(words)
     try:
         config: Config = compose_config(options.config_name or DEFAULT, options.overrides, options.config_dir)
     except ConfigError as error:
-        return refused(str(error))
+        return refuse(error)
     if options.nodes > 1 and config.runtime.address is None:
-        return refused(f"--nodes {options.nodes} needs runtime.address: without it a run has this machine alone")
+        return refuse(f"--nodes {options.nodes} needs runtime.address: without it a run has this machine alone")
     configured = options.config_name is not None or bool(options.overrides)
     checks = configuration_findings(config, options.nodes) if configured else look()
     findings = [printed(finding) for finding in checks]
@@ -62,11 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     more = "with --config-name or key=value: whether that configuration can start here"
     sys.stdout.write(f"this configuration {answer}\n" if configured else f"{more}\n")
     return exit_codes.ERROR if failures else exit_codes.OK
-
-
-def refused(sentence: str) -> int:
-    sys.stderr.write(f"async_flowrl: {sentence}\n")
-    return exit_codes.CONFIG
 
 
 def printed(finding: Finding) -> Finding:

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from async_flowrl.observability.terminal import refuse
+
 # Option → the module of this folder whose `main` it runs; without one of them it is that of `--from-run`.
 MODES = {"--memory": "plan_memory", "--fit": "plan_fit", "--rehearse": "rehearse"}
 
@@ -16,9 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         module.main([word for word in words if word != option])
     except ValueError as error:
-        sys.stderr.write(f"async_flowrl: {error}\n")
-        return 2
+        return refuse(error)
     except MemoryError as error:  # the bytes of a version are real host memory in a rehearsal too
-        sys.stderr.write(f"async_flowrl: this machine has too little memory for the rehearsal: {error}\n")
-        return 2
+        return refuse(f"this machine has too little memory for the rehearsal: {error}")
     return 0

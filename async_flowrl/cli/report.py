@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
+from async_flowrl.observability.terminal import refuse
 from async_flowrl.report.page import write_page
 
 MAX_RUNS = 32  # Largest number of runs on one page.
@@ -52,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_page(runs, out, max_mib=options.max_mib)
         sys.stdout.write(f"{out}\n")
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"async_flowrl: {error}\n")
-        return exit_codes.CONFIG
+        return refuse(error)
     return exit_codes.OK
 
 

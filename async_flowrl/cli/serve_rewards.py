@@ -2,17 +2,16 @@
 
 import argparse
 import importlib.util
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError, check_fields
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
+from async_flowrl.observability.terminal import refuse
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rewards.weights import MissingPath
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the server and returns the exit code; an error is one sentence on stderr."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        return _refuse(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
+        return refuse(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
     from async_flowrl.cli import reward_server as server
 
     parser = argparse.ArgumentParser(
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_fields(config, "reward.")
         return server.serve(scorer(config), options, ", ".join(config.terms))
     except (ConfigError, server.ServeError, ValueError) as error:
-        return _refuse(str(error))
+        return refuse(error)
 
 
 def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequence[object]]]:
@@ -85,8 +84,3 @@ def results(scores: Scores, config: RewardConfig) -> list[dict[str, float | str]
         {"score": total, **{name: values[image] for name, values in columns.items()}}
         for image, total in enumerate(scores.total)
     ]
-
-
-def _refuse(sentence: str) -> int:
-    sys.stderr.write(f"async_flowrl: {sentence}\n")
-    return exit_codes.CONFIG

@@ -21,6 +21,7 @@ from async_flowrl.config.messages import first_line, parsed
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.metrics import missing_terms
+from async_flowrl.observability.terminal import refuse
 from async_flowrl.training.checkpoint import (
     RANKS,
     Checkpoint,
@@ -289,13 +290,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = parser.parse_args(arguments).run_dir.expanduser()
     unfinished = [name for name in REQUIRED_FILES if not (root / name).is_file()]
     if unfinished:
-        sys.stderr.write(f"async_flowrl: {root} is not the folder of a finished run: it has no {unfinished[0]}\n")
-        return 2
+        return refuse(f"{root} is not the folder of a finished run: it has no {unfinished[0]}")
     try:
         rows = verify(root)
     except (OSError, ValueError, KeyError) as error:
-        sys.stderr.write(f"async_flowrl: {root} cannot be verified: {type(error).__name__}: {error}\n")
-        return 2
+        return refuse(f"{root} cannot be verified: {type(error).__name__}: {error}")
     table = format_table(("check", "holds", "found"), [(name, "yes" if ok else "NO", text) for name, ok, text in rows])
     sys.stdout.write(table + "\n")
     return 0 if all(ok for _, ok, _ in rows) else 1

@@ -2,14 +2,15 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
-from async_flowrl.config.check import ConfigError
+from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, section_of, served_terms
-from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig
-from async_flowrl.memory.changes import Change, best, fresh_images
+from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig, mode_name
 from async_flowrl.memory.processes import (
     GIB,
     MARGIN_SHARE,
@@ -24,10 +25,10 @@ from async_flowrl.memory.processes import (
 )
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rewards.registry import memory_gib
+from async_flowrl.tickets.arithmetic import check_batching
 from separation.placement import fewest_gpus
 
 logger = logging.getLogger(__name__)
-
 MEMORY_WARNING_SHARE = 0.9  # Share of a process's device memory above which planned memory leads to a warning.
 
 
@@ -148,6 +149,9 @@ def remedy(process: Process, config: Config, device: int, *, lasting: bool = Fal
     return f"{verb} {words} ({size / GIB:.3g} GiB)"
 
 
+Change = Mapping[str, Any]  # Configuration key → its new value; all of them are set together.
+
+
 def lasting_changes(process: Process, config: Config) -> Iterator[Change]:
     """Yields settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
     trainer, rollout, full = config.trainer, config.rollout, tuning_of(config).whole
@@ -253,3 +257,49 @@ def describe_pools(config: Config, without: Collection[str] = ()) -> str:
     return ", ".join(
         f"{pool} {len(gpus)}" + ("" if gpus[0] == 1 else f" x {gpus[0]:g}") for pool, gpus in shares.items()
     )
+
+
+def in_words(change: Change) -> str:
+    values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in change.items()}
+    return " ".join(f"{key}={value}" for key, value in values.items())
+
+
+def applied(change: Change, config: Config) -> Config:
+    """Returns a copy of the configuration with these settings."""
+    changed = deepcopy(config)
+    for key, value in change.items():
+        *path, name = key.split(".")
+        owner: Any = changed
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, name, value)
+    return changed
+
+
+def fresh_images(config: Config) -> Change:
+    """Returns `max_staleness=0`, by which fewer versions are live; if `mode` is set, with the name that it has then."""
+    mode = {} if config.mode is None else {"mode": mode_name(0, config.hand_over)}
+    return {"max_staleness": 0, **mode}
+
+
+def best(
+    changes: Iterable[Change], config: Config, needed: Callable[[Config], int], available: int
+) -> tuple[str, int] | None:
+    """Returns in words the first change with which `needed(config)` bytes are at most `available`, and those bytes.
+
+    If none is enough, it is the change that needs least; None if no change makes it less. Changes that the checks of a
+    run's start refuse are left out.
+    """
+    least, smallest = needed(config), None
+    for change in changes:
+        changed = applied(change, config)
+        try:
+            check(changed)
+            check_batching(changed)
+        except ValueError:
+            continue
+        if (size := needed(changed)) < least:
+            least, smallest = size, (in_words(change), size)
+            if size <= available:
+                break
+    return smallest

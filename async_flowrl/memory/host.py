@@ -13,7 +13,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.memory.changes import best, fresh_images
+from async_flowrl.memory.devices import best, fresh_images
 from async_flowrl.memory.processes import (
     GIB,
     host_bytes,

@@ -21,7 +21,7 @@ from async_flowrl.memory.rehearsed import (
 )
 from async_flowrl.memory.sizes import Sizes
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes
-from checkpoint_engine.pinned_memory import pinned_bytes
+from checkpoint_engine.side_stream import pinned_bytes
 
 GIB = 2**30
 FLOAT32_BYTES = 4

@@ -34,6 +34,12 @@ def show_what_can_be_shown() -> None:
             stream.reconfigure(errors="replace")
 
 
+def refuse(reason: object, code: int = exit_codes.CONFIG) -> int:
+    """Writes the sentence that says why a command ends to stderr, and returns the exit code."""
+    say(f"async_flowrl: {reason}\n", sys.stderr)
+    return code
+
+
 def say(text: str, stream: TextIO | None = None) -> None:
     """Writes to `stream` (None: stdout) and flushes."""
     # If the reader of a pipe has ended (e.g. `head`, or `tee` after Ctrl-C), the run goes on: this and all later output

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -27,16 +26,17 @@ from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
-from async_flowrl.observability.terminal import say
+from async_flowrl.observability.terminal import refuse, say
 from async_flowrl.run.describe import describe_inputs, first_lines
-from async_flowrl.run.devices import compare_devices, lay_out
 from async_flowrl.run.finish import Ending, after_failure, conclude, finish
 from async_flowrl.run.launch import (
     check_machine,
     check_stored,
     choose_transport,
+    compare_devices,
     describe_run,
     encode_negatives,
+    lay_out,
     load_pools,
     open_cluster,
     send_negatives,
@@ -82,7 +82,7 @@ def run(
                 return exit_codes.OK
             directory.create(prepared.config, hydra_record)
         except ConfigError as error:
-            return _fail(error, exit_codes.CONFIG)
+            return refuse(error, exit_codes.CONFIG)
         log_to(directory.logs / "controller.log")
         logger.info(ATTEMPT)
         say(first_lines(prepared, directory.root, resume))
@@ -94,17 +94,17 @@ def run(
                 return asyncio.run(train(ending, resume, display))
         except KeyboardInterrupt:
             after_failure(ending)
-            return _fail("interrupted", exit_codes.INTERRUPTED)
+            return refuse("interrupted", exit_codes.INTERRUPTED)
         except StoreTooSmall as error:
-            return _fail(f"{error}: {stored(config)}", exit_codes.CONFIG)
+            return refuse(f"{error}: {stored(config)}", exit_codes.CONFIG)
         except (ConfigError, ResourcesMissing, OtherCode) as error:
-            return _fail(error, exit_codes.CONFIG)
+            return refuse(error, exit_codes.CONFIG)
         except Exception as error:
             logger.exception("the run failed")
             if (refusal := refused(error)) is not None:
-                return _fail(refusal, exit_codes.CONFIG)
+                return refuse(refusal, exit_codes.CONFIG)
             after_failure(ending)
-            return _fail(
+            return refuse(
                 f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR
             )
         finally:
@@ -256,11 +256,6 @@ def refused(error: BaseException) -> str | None:
 def first_cause(error: BaseException) -> str:
     cause = leaves(error)[0]
     return f"{type(cause).__name__}: {cause}"
-
-
-def _fail(message: object, code: int) -> int:
-    say(f"async_flowrl: {message}\n", sys.stderr)
-    return code
 
 
 def log_to(path: Path) -> None:

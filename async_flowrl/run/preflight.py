@@ -82,13 +82,13 @@ def on_cluster(prepared: Prepared, here: Machine, request: FactsRequest, least: 
     """Yields findings on every node of the cluster at `runtime.address`; a failure if nothing answers there."""
     config, address, specs = prepared.config, str(prepared.config.runtime.address), pools(prepared)
     try:
-        with survey(address, nodes=least, wait=NODES_SECONDS if least > 1 else 0.0) as looked:
+        with survey(address, nodes=least, wait=NODES_SECONDS if least > 1 else 0.0) as probe:
             advice = f"{least} were waited for ({NODES_SECONDS:g} s): see the output of `ray start` on the others"
-            yield verdict("Ray", f"{len(looked.nodes)} nodes at {address}", (len(looked.nodes) < least, FAILED, advice))
-            yield nodes.seats(specs, looked.nodes)
+            yield verdict("Ray", f"{len(probe.nodes)} nodes at {address}", (len(probe.nodes) < least, FAILED, advice))
+            yield nodes.seats(specs, probe.nodes)
             machines = []
-            reports, lacks = looked.run(FACTS, request), looked.run(MISSING, list(features.needed(config)))
-            for node in looked.nodes:
+            reports, lacks = probe.run(FACTS, request), probe.run(MISSING, list(features.needed(config)))
+            for node in probe.nodes:
                 answers, store = (reports[node.id], lacks[node.id]), node.resources.get("object_store_memory", 0.0)
                 if errors := [answer for answer in answers if isinstance(answer, Exception)]:
                     yield failed(f"node {node.name}", errors[0], "install this package there, and start Ray from it")
@@ -97,13 +97,13 @@ def on_cluster(prepared: Prepared, here: Machine, request: FactsRequest, least: 
             yield from map(nodes.machine_finding, machines)
             yield from nodes.same_findings(here.facts, machines)
             yield from features.feature_findings(config, specs, machines)
-            yield from judged(prepared, here, machines, looked) if machines else ()
+            yield from judged(prepared, here, machines, probe) if machines else ()
     except (ResourcesMissing, ConnectionError, RuntimeError) as error:
         yield Finding("Ray", FAILED, f"runtime.address={address}: {str(error).partition(chr(10))[0]}", START)
 
 
-def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], looked: Survey | None) -> Iterator[Finding]:
-    """Compares the memory plan with the machines, and measures the network if `looked` is given."""
+def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], probe: Survey | None) -> Iterator[Finding]:
+    """Compares the memory plan with the machines, and measures the network if `probe` is given."""
     config, version = prepared.config, 0
     yield device_finding(config, pools(prepared), machines)
     try:
@@ -116,8 +116,8 @@ def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], looke
         yield memory_finding(host_processes(config, plan, on_gpus=on_gpus), machines)
         yield store_finding(plan.payload, machines)
         yield from disk_findings(config, plan, here, machines)
-    if looked is not None:
-        yield from nodes.network_findings(looked, version)
+    if probe is not None:
+        yield from nodes.network_findings(probe, version)
 
 
 def device_finding(config: Config, specs: Sequence[PoolSpec], machines: Sequence[Machine]) -> Finding:

@@ -5,9 +5,8 @@ import gc
 import pytest
 import torch
 
-from checkpoint_engine import pinned_memory
-from checkpoint_engine.pinned_memory import pinned
-from checkpoint_engine.side_stream import HostCopy, SideStream
+from checkpoint_engine import side_stream
+from checkpoint_engine.side_stream import HostCopy, SideStream, pinned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +17,7 @@ SIZE = (64 << 20) + 12345
 
 
 def test_memory_of_the_exact_size_is_pinned_and_copied_and_can_be_had_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_memory, "EXACT_FROM_BYTES", SIZE)
+    monkeypatch.setattr(side_stream, "EXACT_FROM_BYTES", SIZE)
     side = SideStream(torch.device("cuda", 0))
     for _ in range(3):
         buffer = pinned(SIZE)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_engine import RING, Ack, Draft, Header, LoraModule, Publisher, Receiver
-from checkpoint_engine.spot_check import sample as sample_of
+from checkpoint_engine.layout import sample as sample_of
 
 RANK, ALPHA = 4, 8.0
 PATIENCE = 60.0

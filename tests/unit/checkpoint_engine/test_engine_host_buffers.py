@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from checkpoint_engine.digest import ByteArray
-from checkpoint_engine.host_buffers import HostBuffers
 from checkpoint_engine.layout import Layout
+from checkpoint_engine.publisher import HostBuffers
 from examples.checkpoint_engine.processes import SharedPayload, read
 from tests.unit.checkpoint_engine.engine_parts import lora
 

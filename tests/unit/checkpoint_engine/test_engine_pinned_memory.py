@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint_engine import Layout, pinned_memory
-from checkpoint_engine.host_buffers import MAX_SPARE_BUFFERS, HostBuffers
-from checkpoint_engine.pinned_memory import EXACT_FROM_BYTES, pinned, pinned_bytes
+from checkpoint_engine import Layout, side_stream
+from checkpoint_engine.publisher import MAX_SPARE_BUFFERS, HostBuffers
+from checkpoint_engine.side_stream import EXACT_FROM_BYTES, pinned, pinned_bytes
 
 SMALL = 3 * mmap.PAGESIZE
 """Size from which buffers are page-locked by themselves in these tests."""
@@ -51,7 +51,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         cudaGetErrorString=lambda code: f"error {code}",
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: functions)
-    monkeypatch.setattr(pinned_memory, "EXACT_FROM_BYTES", SMALL)
+    monkeypatch.setattr(side_stream, "EXACT_FROM_BYTES", SMALL)
     return driver
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_engine import Layout, Publisher, WeightsMismatch
-from checkpoint_engine.spot_check import sample
+from checkpoint_engine.layout import sample
 
 SHAPES = {"a": (7, 5), "b": (0, 3), "c": (3,), "d": (40, 9)}
 Placed = Callable[[dict[str, Tensor]], dict[str, Tensor]]

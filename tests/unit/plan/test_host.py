@@ -19,7 +19,7 @@ from async_flowrl.memory.host import (
 )
 from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.stored import StoredElements
-from checkpoint_engine.pinned_memory import pinned_bytes
+from checkpoint_engine.side_stream import pinned_bytes
 from separation.node import NodeMemory
 
 GIB = 2**30
