@@ -184,7 +184,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """A receiving process's side: takes broadcasts for a Receiver, which verifies them; see GroupReceiver."""
+    """Takes broadcasts for a Receiver, which verifies them; see GroupReceiver."""
 
     def __init__(self, receiver: Receiver, member: Member) -> None:
         self._receiver, self._member = receiver, member
@@ -210,7 +210,6 @@ MAX_EXIT_SECONDS = 5.0  # Longest time that a process waits at its exit for the 
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:
-    """Runs `work`, a call of torch that cannot be interrupted, in a daemon thread."""
 
     def run() -> None:
         try:

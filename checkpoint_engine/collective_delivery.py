@@ -125,10 +125,8 @@ class CollectiveBroadcast:
         return self._in_a_row >= MAX_FAILURES_IN_A_ROW
 
     def _who(self, idle: Sequence[GroupReceiver], busy: Sequence[GroupReceiver]) -> tuple[GroupReceiver, ...]:
-        """The members: of the present group, or of a new one if one has left.
-
-        MemberBusy if one of them, or every receiver, is.
-        """
+        # The members: of the present group, or of a new one if one has left. MemberBusy if one of them, or every
+        # receiver, is.
         stays = bool(self._members) and set(self._members) <= {*idle, *busy}
         late = [receiver for receiver in busy if not idle or (stays and receiver in self._members)]
         if late:
@@ -144,7 +142,6 @@ class CollectiveBroadcast:
         return [by_name[name] for name in leaders({name: receiver.node for name, receiver in by_name.items()})]
 
     async def _meet(self, members: Sequence[GroupReceiver]) -> None:
-        """Opens a new epoch, unless the present epoch has these members."""
         if set(members) == set(self._members):
             return
         self._members = ()
@@ -177,7 +174,8 @@ class CollectiveBroadcast:
             await asyncio.wait(waiting, timeout=ABORT_AGAIN_SECONDS)
 
     async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
-        """Waits until the sender and all members are ready; returns member → task that receives the broadcast."""
+        # Returns member → task that receives the broadcast. It is started right after the question whether the member
+        # is ready, which saves one round trip.
         # The task is started right after the question whether the member is ready, which saves one round trip.
         loop, number = asyncio.get_running_loop(), self._number
         calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
@@ -194,7 +192,7 @@ class CollectiveBroadcast:
     async def _exchange(
         self, draft: Draft, members: Sequence[GroupReceiver], accepting: "dict[str, asyncio.Task[Ack]]"
     ) -> dict[str, Ack | BaseException]:
-        """Starts the sender's broadcast and waits for all; the first failure of the transport aborts the others."""
+        # The first failure of the transport aborts the others.
         loop = asyncio.get_running_loop()
         sending = loop.create_task(self._sender.send(draft))
         tasks: list[asyncio.Task[Any]] = [sending, *accepting.values()]
@@ -218,7 +216,7 @@ class CollectiveBroadcast:
         return results
 
     async def _give_up(self, what: str, members: Sequence[GroupReceiver], errors: Sequence[BaseException]) -> None:
-        """Ends the group. Failures that a member's death explains do not count against the transport."""
+        # Failures that a member's death explains do not count against the transport.
         self.failures += 1
         self._in_a_row += not any(verdict(error) is Verdict.REPLACE for error in errors)
         self._members = ()
@@ -227,7 +225,7 @@ class CollectiveBroadcast:
         logger.warning("%s: %s%s", what, repr(errors[0]), after)
 
     async def _abort(self, members: Sequence[GroupReceiver]) -> None:
-        """Aborts the group at the sender and all members; members that cannot be reached are only logged."""
+        # Members that cannot be reached are only logged.
         calls = [self._sender.abort_group(), *(member.abort_group() for member in members)]
         limited = (asyncio.wait_for(call, self._ready_seconds) for call in calls)
         for error in await asyncio.gather(*limited, return_exceptions=True):

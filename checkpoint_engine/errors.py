@@ -28,8 +28,6 @@ class MemberBusy(EngineError):
 
 
 class Verdict(Enum):
-    """The reaction to an error: send again, replace the receiver, or stop the run."""
-
     RESEND = "resend"
     REPLACE = "replace"
     STOP = "stop"

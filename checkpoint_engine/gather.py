@@ -124,7 +124,6 @@ class Gather:
         return [torch.empty(most, dtype=torch.uint8) for _ in range(UNDER_WAY)]
 
     def _place(self, bucket: range, number: int, pieces: Sequence[ByteArray], work: Sealing) -> None:
-        """Puts the ranks' pieces of a bucket into their places, block by block, and digests each block there."""
         for index in bucket:
             end = self.layout.entries[index].offset
             for share, (begin, _), piece in zip(self._shares, self._spans[number], pieces, strict=True):

@@ -72,7 +72,6 @@ class Layout:
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Returns name → tensor, all views of a buffer uint8 [nbytes]."""
         return {
             entry.name: buffer[entry.offset : entry.end].view(dtype_of(entry)).view(entry.shape)
             for entry in self.entries
@@ -206,7 +205,7 @@ def check_sample(layout: Layout, title: str, expected: Tensor, views: Sequence[T
 
 @lru_cache(16)
 def _samplings(layout: Layout) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Returns by tensor the number of elements that are compared, their distance in elements, and the dtype sent."""
+    # By tensor: the number of elements that are compared, their distance in elements, and the dtype sent.
     samplings = []
     for entry in layout.entries:
         numel = math.prod(entry.shape)

@@ -54,7 +54,6 @@ class Epoch:
         return timedelta(seconds=self.seconds if self.setup_seconds is None else self.setup_seconds)
 
     def limit(self, nbytes: int) -> float:
-        """Returns the seconds that a collective of `nbytes` bytes may take."""
         return self.seconds + nbytes / MIN_BYTES_PER_SECOND
 
     @property
@@ -87,8 +86,6 @@ class Limit:
 
 
 class Link(Protocol):
-    """Transport of bytes between the members of one epoch."""
-
     def open(self, store: Store, epoch: Epoch, rank: int) -> None: ...
 
     def broadcast(
@@ -157,7 +154,6 @@ class TorchLink:
             self._in_use = []
 
     def _settle(self, work: Any, end: int | None, limit: Limit, arrived: Callable[[int], None]) -> None:
-        """Waits for one bucket, then calls `seen(end)`, unless `end` is None."""
         while not work.is_completed():
             if self.backend == "gloo":
                 with contextlib.suppress(RuntimeError):  # `work.wait()` below raises it
@@ -228,7 +224,6 @@ ABORT_ONLY = "2"
 
 @contextlib.contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable while the body runs."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -99,7 +99,7 @@ class ReceiverQueue:
             self._jobs.get_nowait().settle(False)
 
     def acknowledge(self, job: Job, ack: Ack) -> None:
-        """Records an acknowledgement. Raises WeightsMismatch if it does not name the version that was sent."""
+        # Raises WeightsMismatch if it does not name the version that was sent.
         header = job.header
         if ack != Ack(header.stream, header.version, header.digest, job.slot):
             sent = f"{header.stream} {header.version} ({header.digest[:12]}, {job.slot})"
@@ -121,7 +121,7 @@ class ReceiverQueue:
             self._events.failed(error)
 
     async def _serve(self, job: Job) -> BaseException | None:
-        """Sends a job until it is acknowledged or needless; returns the last error if the receiver must be replaced."""
+        # Until the job is acknowledged or needless; returns the last error if the receiver must be replaced.
         # Raises errors that must stop the run.
         error: BaseException | None = None
         for attempt in range(self._options.retries + 1):
@@ -151,7 +151,8 @@ class ReceiverQueue:
         return error
 
     async def _payload(self, job: Job) -> Any:
-        """The payload from the parent in the fan-out tree once, and otherwise the sender's."""
+        # From the parent in the fan-out tree once, and otherwise from the sender. The sender's payload outlives the
+        # version: a parent that has gone on to newer ones (VersionGone) is no error.
         # The sender's payload outlives the version: a parent that has gone on to newer ones (VersionGone) is no error.
         if job.parent is None:
             return await asyncio.shield(job.payload)
@@ -245,7 +246,6 @@ class Background:
         self.check()
 
     async def drain(self) -> None:
-        """Waits until no task is left; raises the error with which the delivery fails."""
         while self._tasks and not self._failure.done():
             pending: list[asyncio.Future[Any]] = [*self._tasks, self._failure]
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -29,8 +29,6 @@ def concrete(device: torch.device | str) -> torch.device:
 
 
 class SideStream:
-    """A CUDA stream for the copies of one thread."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, cuda.Stream(device)
 
@@ -46,7 +44,6 @@ class SideStream:
             yield
 
     def wait(self, event: Any) -> None:
-        """Makes work that is queued later wait for an event; does nothing for None."""
         if event is not None:
             self._stream.wait_event(event)
 

@@ -23,8 +23,6 @@ CLOCK_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Node:
-    """One living node, with all of its resources and those of them that are free now."""
-
     id: str
     address: str
     resources: Mapping[str, float]
@@ -70,7 +68,6 @@ class Survey:
         return {node.id: self._offset(node.id) for node in self.nodes}
 
     def _offset(self, node: str) -> Offset | Exception:
-        """Returns the clock's offset of one node by the quickest of CLOCK_ROUNDS answers, or the error."""
         offsets: list[Offset] = []
         for _ in range(CLOCK_ROUNDS):
             sent = time.time()
@@ -87,7 +84,6 @@ class Survey:
         return self._answers({node.id: _started(node.id, _fetch, [ref]) for node in self.nodes})
 
     def _answers(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns every node's answer; an exception for a node that fails or is late."""
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._seconds)
         answers: dict[str, Any] = {}
         for node, ref in refs.items():

@@ -115,8 +115,6 @@ def _forgotten(tasks: dict[int, "asyncio.Task[Worker]"], index: int, ended: "asy
 
 
 class SubGroup:
-    """Worker group of one of the pools that share processes."""
-
     def __init__(self, successors: Successors, sub_pool: SubPool) -> None:
         processes = successors.group
         lanes = tuple(lane for lane in sub_pool.lanes if lane != "main")

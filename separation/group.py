@@ -102,8 +102,6 @@ class PoolSpec:
 
 
 class Worker(Protocol):
-    """One worker."""
-
     name: str  # `<pool>-<index>` for the first worker with this index, `<pool>-<index>.<n>` for its n-th successor.
     pool: str
     index: int
@@ -163,8 +161,6 @@ class Growth(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """The workers of one pool."""
-
     spec: PoolSpec
     workers: list[Worker]  # In the order of their indices; an elastic pool may lack some indices.
     growth: Growth | None  # None if the pool's size is fixed.

@@ -146,7 +146,6 @@ def fewest_gpus(shares: Iterable[float]) -> float:
 
 
 def _too_much(reservations: Sequence[Reservation], name: str, least: float, exists: float) -> str:
-    """Returns a sentence with the amounts of a resource that exist and that each pool asks for."""
     by_pool: dict[str, list[float]] = {}
     for seat in (seat for reservation in reservations for seat in reservation.seats):
         if share := seat.share.get(name, 0):
@@ -168,7 +167,6 @@ def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
 
 
 def describe_spread(reservation: Reservation, nodes: Sequence[str]) -> str:
-    """Returns a text that names each node and its workers; `nodes` holds the name of each bundle's node."""
     ranks: dict[str, list[str]] = {}
     for seat in reservation.seats:
         ranks.setdefault(nodes[seat.bundle], []).append(f"{seat.pool}-{seat.index}")

@@ -77,7 +77,6 @@ class Program:
         return " ".join(text.split())[-TAIL_BYTES // 8 :]
 
     def _signal(self, send: Callable[[], None]) -> bool:
-        """Calls `send` if the reaper has not been reaped; returns whether it was called."""
         with self._ending:
             if self._reaper.returncode is None:
                 send()

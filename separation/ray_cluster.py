@@ -167,8 +167,6 @@ def token_refusal(error: Exception, address: str) -> str | None:
 
 
 class RaySession:
-    """The placement groups and workers of one run on one cluster."""
-
     def __init__(self, pools: Sequence[PoolSpec], connection: RayConnection) -> None:
         self._pools = pools
         self._connection = connection
@@ -233,7 +231,7 @@ class RaySession:
     async def _take(
         self, reservations: Sequence[Reservation], nodes: Sequence[Resources], seconds: float
     ) -> dict[tuple[str, int], ReservedSeat]:
-        """In order, so that earlier reservations are served first."""
+        # In order, so that earlier reservations are served first. Returns (pool, index) → seat.
         # Returns (pool, index) → seat.
         reserved: dict[tuple[str, int], ReservedSeat] = {}
         pending: list[PlacementGroup] = []
@@ -292,7 +290,6 @@ def living_resources() -> list[Resources]:
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """Returns address and short id of each bundle's node."""
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return [f"{address[node]} {node[:6]}" for _, node in sorted(placed.items())]

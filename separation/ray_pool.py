@@ -243,7 +243,6 @@ class RayWorker:
         self._end("killed")
 
     async def gone(self) -> None:
-        """Waits until Ray knows that the process has ended."""
         await self._gone.wait()
 
     def _create(self, seat: ReservedSeat) -> Any:
@@ -297,7 +296,6 @@ class RayWorker:
             self._end(one_line(error))
 
     def _end(self, reason: str) -> str:
-        """Declares the worker dead, kills its remaining processes, and returns the reason of the first call."""
         if self._calls.reason is None:
             where = f"; its output is in {self._log}" if self._log else ""
             self._calls.declare_dead(reason + ("" if reason == "killed" else where if self.pid else SILENT))

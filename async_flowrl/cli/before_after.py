@@ -206,7 +206,6 @@ async def scored(
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:
-    """Makes images uint8 [n, H, W, 3] of one prompt with one seed."""
     settings = from_config(job.config)
     size = job.resolution(place)
     settings = replace(settings, sampling=replace(settings.sampling, resolution=size))
@@ -273,7 +272,6 @@ def _difference(estimate: Estimate) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns every number of the comparison and the settings that produced it."""
     job, how = comparison.job, from_config(comparison.job.config).sampling
     sizes = sizes_of(comparison)
     scored = min(row.before.prompts for row in comparison.rows.values())
@@ -297,7 +295,6 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def picture(comparison: Comparison) -> Image.Image:
-    """Draws the first images of the first prompts before and after, with their scores below."""
     places = sorted(comparison.before)
     sides = [("before", comparison.before), ("after", comparison.after)]
     columns = [(title, [images[place] for place in places]) for title, images in sides]

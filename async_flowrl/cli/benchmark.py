@@ -46,8 +46,6 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to use the devices: a mode with overrides."""
-
     name: str
     mode: str
     overrides: tuple[str, ...]
@@ -55,8 +53,6 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """Steady state of one run, from its summary."""
-
     variant: str
     step_seconds: float
     images_per_s: float
@@ -164,7 +160,6 @@ def markdown(command: str, rounds: Sequence[Mapping[str, Measured]]) -> str:
 
 
 def picture(rounds: Sequence[Mapping[str, Measured]], path: Path) -> None:
-    """Draws images per second per variant: median, and what its bound would allow."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -226,7 +226,6 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
         return [velocity(x, sigma) for x, sigma in zip(stock.before, stock.sigmas, strict=False)]
 
     def denoised() -> list[Tensor]:
-        """Returns the latents after every step of deterministic sampling with the family's schedule."""
         x, latents = job.start(), []
         for sigma, after in pairwise(policy.sigmas(sampling.num_inference_steps, sampling.resolution)):
             now, then = (level.to(x.device).expand(len(x)) for level in (sigma, after))
@@ -289,7 +288,6 @@ def _encoded(job: Job) -> list[Branch]:
 
 
 def _schedule(job: Job, stock: Stock) -> Row:
-    """Compares the family's sigmas (noise levels) with those of the scheduler in the stock call."""
     ours = job.policy.sigmas(job.sampling.num_inference_steps, job.sampling.resolution)
     row = row_of(SCHEDULE, zip(ours[:, None], stock.sigmas[:, None], strict=False), absolute=job.relative)
     if ours.shape != stock.sigmas.shape:
@@ -345,7 +343,7 @@ def _is_latents_or_time(name: str) -> bool:
 
 
 def _adapted(policy: Policy) -> dict[str, Tensor]:
-    """Adds a LoRA with random weights to the policy's network, so that it changes the output, and returns these."""
+    # The weights are random, so that the LoRA changes the output.
     add_lora(policy.transformer, LORA_CONFIG, policy, seed=0)
     weights = lora_parameters(policy.transformer)
     for name, parameter in weights.items():

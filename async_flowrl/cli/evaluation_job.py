@@ -127,7 +127,6 @@ def _job(
 
 
 def _origin(options: Namespace) -> tuple[Config, Path]:
-    """Returns the run's configuration, or one that suits the model, and what was trained."""
     # `data.train` is empty if there is no run.
     source: Path = options.source.expanduser()
     ran = read_config(source / "config.yaml") if (source / "config.yaml").is_file() else None
@@ -145,7 +144,6 @@ def _origin(options: Namespace) -> tuple[Config, Path]:
 
 
 def _sampling(config: Config, options: Namespace) -> None:
-    """Writes the sampling options of the command line into the configuration."""
     evaluate, rollout = config.evaluate, config.rollout
     evaluate.seed = evaluate.seed if options.seed is None else options.seed
     evaluate.images_per_prompt = options.images or evaluate.images_per_prompt
@@ -215,7 +213,6 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
 
 
 def _config(job: Job, folder: Path, device: str) -> Config:
-    """Returns a configuration with one server per served term, for a local run in `folder`."""
     free = _visible(torch.cuda.device_count())[1:] if device != "cpu" else None
     terms = {name: term if term.serve is None else _single(name, term, free) for name, term in job.terms.items()}
     config = job.config

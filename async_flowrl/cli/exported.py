@@ -60,7 +60,6 @@ def _check_out(out: Path, source: Source) -> None:
 
 
 def _offered(forms: Sequence[str], source: Source) -> tuple[list[str], list[str]]:
-    """Returns those of the formats that the LoRA can have, and a sentence on each of the others."""
     family, offered, refused = family_of(source) if forms else "", [], []
     for form in forms:
         try:
@@ -74,7 +73,6 @@ def _offered(forms: Sequence[str], source: Source) -> tuple[list[str], list[str]
 def _write_lora(
     options: argparse.Namespace, source: Source, out: Path, forms: Sequence[str]
 ) -> tuple[list[Path], dict[str, str]]:
-    """Returns the written paths, and a description of each further file by its name."""
     family = family_of(source) if forms or options.merged else None
     base = source.model.path if source.model is not None else None
     written, files = [], {}
@@ -141,7 +139,6 @@ def _check_room(target: Path, copied: Iterable[Path]) -> None:
 
 
 def _places(base: Path) -> Mapping[str, Place]:
-    """Positions of all tensors in the transformer's safetensors files, by name."""
     places: dict[str, Place] = {}
     for file in sorted(set(StoredWeights(str(base), dtype=torch.float32).sources.values())):
         with file.open("rb") as opened:

@@ -136,7 +136,6 @@ def _terms(terms: Mapping[str, RewardTerm]) -> str:
 
 
 def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
-    """Scores before and after, the curve and pictures: from `evaluation` if given, else from the run."""
     parts = []
     records = read_evaluations(source.run / "evaluations.jsonl") if source.run is not None else []
     _draw_grid(out, source)
@@ -167,7 +166,6 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def _measured(folder: Path, out: Path) -> str:
-    """Returns the table of an evaluation folder and copies its picture."""
     results = read_results(folder)
     rows = [_row(name, row) for name, row in results["rewards"].items()]
     if (folder / GRID).is_file():

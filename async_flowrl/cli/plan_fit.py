@@ -32,8 +32,6 @@ RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Nodes that are alike, with devices that are alike."""
-
     name: str  # [NODES x] DEVICES x GB, such as `8x80` or `2x8x80`.
     gib: float  # Memory of one device in GiB.
     devices: int  # Devices of all nodes.
@@ -204,7 +202,6 @@ def _shared(words: Sequence[str], config: Config, settings: Sequence[str]) -> li
 
 
 def _counts(config: Config, trainer: int, rollout: int, staff: Staff) -> list[str]:
-    """Returns the settings of numbers of workers that are not the recipe's own."""
     numbers = {
         "rollout.num_workers": (rollout, config.rollout.num_workers),
         "trainer.num_workers": (trainer, config.trainer.num_workers),

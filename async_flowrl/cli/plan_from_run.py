@@ -34,8 +34,6 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds per training step of a run."""
-
     generation: float  # Device-seconds of all tickets: what one rollout worker would take.
     update: float  # Device-seconds of training: what one trainer rank would take.
     rewards: Mapping[str, float]  # Reward pool → seconds that its workers take together, divided by their number.

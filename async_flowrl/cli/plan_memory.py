@@ -88,7 +88,6 @@ def all_fit(config: Config, device_gib: float) -> bool:
 
 
 def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, Any]:
-    """Returns the plan as a dictionary for JSON, all sizes in bytes."""
     parts = {
         process.title.replace(" ", "_"): {**process.footprint.parts, "total": process.footprint.total}
         for process in processes(config)

@@ -193,7 +193,6 @@ def describe(done: Rehearsal) -> str:
 
 
 def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
-    """Returns a table with a row per phase."""
     rows = [
         (
             phase.name,
@@ -225,7 +224,6 @@ def fits(done: Rehearsal) -> list[str]:
 
 
 def sentences(done: Rehearsal) -> list[str]:
-    """Returns the estimate in sentences."""
     config, times = done.config, done.estimate
     return [
         f"estimated: a ticket of {config.images_per_ticket} images {times.ticket:.3g} s "
@@ -263,7 +261,6 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
 
 
 def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
-    """Returns the phase as a dictionary, with the number and the seconds of its kernels but not each kernel."""
     arithmetic = sum(
         roofline.kernel(*kernel) * times for kernel, times in phase.kernels.items() if roofline.is_arithmetic(*kernel)
     )

@@ -44,7 +44,6 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page and prints its path; returns the exit code (2 with one sentence on stderr if it cannot)."""
     options = parser().parse_args(arguments)
     try:
         runs = runs_in(options.runs)

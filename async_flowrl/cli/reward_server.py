@@ -197,7 +197,6 @@ def build_app(score: Score, settings: Settings) -> FastAPI:
 
 
 async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Response:
-    """Answers one request: checks the token, then the sizes, then the content, and then scores it."""
     _check_token(request, settings.token)
     await scorer.forget_gone()
     share = Share(scorer.room)
@@ -212,7 +211,6 @@ async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Respo
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Answers any error in the contract's form."""
     headers = dict[str, str]()
     if isinstance(error, HTTPException):  # no such path or method
         headers |= error.headers or {}

@@ -62,8 +62,6 @@ class Room:
 
 @dataclass
 class Share:
-    """The bytes of a room that one request has reserved."""
-
     room: Room
     reserved: int = 0
 
@@ -82,8 +80,6 @@ class Share:
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request that waits for its turn or is being scored."""
-
     request: ScoreRequest
     gone: Callable[[], Awaitable[bool]]  # Returns True if the client has hung up.
     share: Share  # The bytes of the server's memory (`Scorer.room`) that the request has reserved.
@@ -206,10 +202,7 @@ async def _check_there(pending: PendingRequest, when: str) -> None:
 
 
 def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tuple[list[ByteArray], Prompt]]:
-    """Returns neighbouring images of equal size and prompt, for one call each.
-
-    ContractError for metadata nested too deeply.
-    """
+    # Neighbouring images of equal size and prompt, for one call each. ContractError for metadata nested too deeply.
     try:
         pairs = [list(group) for _, group in groupby(zip(images, prompts, strict=True), key=_group_key)]
     except RecursionError as error:

@@ -21,7 +21,6 @@ PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the server and returns the exit code; an error is one sentence on stderr."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return refuse(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")

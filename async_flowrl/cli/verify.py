@@ -46,8 +46,6 @@ class Broken(ValueError):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The records of a finished run."""
-
     root: Path
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]

@@ -265,7 +265,6 @@ def in_words(change: Change) -> str:
 
 
 def applied(change: Change, config: Config) -> Config:
-    """Returns a copy of the configuration with these settings."""
     changed = deepcopy(config)
     for key, value in change.items():
         *path, name = key.split(".")

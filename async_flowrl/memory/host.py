@@ -46,8 +46,6 @@ class NodeProcesses:
 
 @dataclass(frozen=True)
 class Hosts:
-    """All nodes of a run on which it has workers, and the model that the workers load."""
-
     nodes: tuple[NodeProcesses, ...]
     stored: StoredElements
     # Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,

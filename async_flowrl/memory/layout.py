@@ -74,7 +74,6 @@ def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
 
 
 def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, available: int) -> str:
-    """Returns in words the planned memory of the chosen layout, and of the next cheaper one, which does not fit."""
     needs = f"{title} is planned to need {total / GIB:.3g} of {available / GIB:.3g} GiB, activations included"
     dearer = [one for one in tried if one[0] != layout]
     if total > MEMORY_WARNING_SHARE * available:

@@ -42,8 +42,6 @@ PASSING = ("activations", "gathered blocks")
 
 @dataclass(frozen=True)
 class Footprint:
-    """Device memory of one process."""
-
     parts: Mapping[str, int]  # Name of a part (such as `base weights`) → bytes.
 
     @property
@@ -240,7 +238,6 @@ def rollout_ranks(config: Config) -> int:
 
 
 def base_share(config: Config, model: Sizes) -> int:
-    """Returns the bytes of one rank's share of a frozen base that is shared."""
     return -(-model.base_bytes // config.ranks_per_replica(config.trainer.num_workers, sharded=True))
 
 

@@ -89,7 +89,6 @@ def longest_prompt(config: Config) -> int:
 
 
 def _sizes_and_longest(how: DataConfig) -> tuple[list[Resolution], int]:
-    """Returns the sizes that prompts bring, and the planned length of the longest one in tokens."""
     try:
         paths = [find_data(name, key="data", folder=True) for name in (how.train, how.evaluation) if name]
     except FileNotFoundError:

@@ -37,7 +37,6 @@ def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> 
 
 
 def describe_inputs(prepared: Prepared, resume: Resume = START) -> str:
-    """Returns only the lines on prompts, reward and checkpoint, for `dry_run`, which prints tables of the rest."""
     return named_lines([*inputs(prepared), *resumed(resume)], LABEL_CHARACTERS)
 
 
@@ -49,7 +48,6 @@ def resumed(resume: Resume) -> Rows:
 
 
 def inputs(prepared: Prepared) -> Rows:
-    """Returns the lines on training prompts, evaluation prompts and reward."""
     terms = prepared.config.reward.terms
     return [
         ("training", training(prepared)),
@@ -78,7 +76,6 @@ def run_of(config: Config) -> str:
 
 
 def model_of(prepared: Prepared) -> str:
-    """Describes the model, the LoRA and the algorithm."""
     config, model = prepared.config, prepared.model
     return (
         f"{config.model.path} ({'random weights, ' * model.random}{model.family}, {model.dtype}, "
@@ -120,7 +117,6 @@ def gpus(config: Config) -> float | None:
 
 
 def training(prepared: Prepared) -> str:
-    """Describes the training prompts: their number, their file, and how they are drawn."""
     config, prompts = prepared.config.data, prepared.data.train
     clauses = [f"{_count(len(prompts))} of {prompts.rows.path}"]
     if prompts.duplicates:

@@ -51,8 +51,6 @@ def device_findings() -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Feature:
-    """Optional feature, which needs software or a device that a machine may lack."""
-
     what: str  # Its purpose.
     check: Callable[[], object]  # Raises ValueError, with what to install, if this machine lacks its software.
     # Returns the names of the pools whose workers need it in a configuration; empty if none does.
@@ -60,7 +58,6 @@ class Feature:
     on_device: bool = False  # True if it also needs a GPU.
 
     def lack(self) -> str | None:
-        """Returns what software this machine lacks; None if it has all."""
         try:
             self.check()
         except ValueError as error:

@@ -188,8 +188,6 @@ MAX_WARNINGS = 5  # Most warnings of the summary that are printed.
 
 @dataclass(frozen=True)
 class Ending:
-    """Facts about a run that its last lines need."""
-
     prepared: Prepared
     directory: RunDirectory
     stop: StopRequest

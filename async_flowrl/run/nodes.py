@@ -156,5 +156,4 @@ async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...
 
 
 def quick_lane(spec: PoolSpec) -> str:
-    """Returns a lane of the pool's workers on which an answer comes soon."""
     return next((lane for lane in QUICK_LANES if lane in spec.lanes), "main")

@@ -61,7 +61,6 @@ def outline(config: Config) -> list[PoolSpec]:
 
 
 def controller_placement(config: Config, transport: str = OBJECT_STORE) -> SeparatePools:
-    """Returns the controller's view of the pools of trainer ranks and rollout workers."""
     return (SharedPool if config.placement == SHARED else SeparatePools)(config, transport)
 
 
@@ -126,7 +125,6 @@ def separate_pools(config: Config) -> list[PoolSpec]:
 
 
 def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
-    """Returns the spec of a pool of reward workers, with the trained and the held-out terms that they score."""
     return PoolSpec(
         pool.name,
         "async_flowrl.rewards.worker:RewardWorker",

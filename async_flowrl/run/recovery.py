@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Ledgers:
-    """Records of a run that are written while it goes on."""
-
     events: EventLog
     pools: PoolLedger  # Seconds that each worker has spent in each state.
     metrics: MetricsLog
@@ -67,8 +65,6 @@ class Ledgers:
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of a run that every attempt uses."""
-
     prepared: Prepared
     directory: RunDirectory
     groups: Mapping[str, WorkerGroup]

@@ -44,7 +44,6 @@ def time_limited(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
 
 @contextmanager
 def sigterm_asks(stop: StopRequest) -> Iterator[None]:
-    """Context in which SIGTERM asks `stop`."""
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
     loop.add_signal_handler(signal.SIGTERM, stop.ask, "SIGTERM")
     try:
