@@ -9,15 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoint_engine.base import (
-    Ack,
-    DeliveryOptions,
-    DeliveryStats,
-    Header,
-    ReceiverEndpoint,
-    depth,
-    parents,
-)
+from checkpoint_engine.base import Ack, DeliveryOptions, DeliveryStats, Header, ReceiverEndpoint, depth, parents
 from checkpoint_engine.errors import Verdict, WeightsMismatch, error_names, verdict
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND
 

@@ -1,6 +1,11 @@
 from collections.abc import Callable, Sequence
 
 
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def format_table(
     header: Sequence[str], rows: Sequence[Sequence[object]], *, align: Callable[[str, int], str] = str.ljust
 ) -> str:

@@ -23,6 +23,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.observability.terminal import refuse, say
+from separation.table import markdown_table
 
 BASELINE = "sync separate"
 ONE_POOL = "placement=shared"
@@ -140,7 +141,7 @@ def spread(values: Sequence[float]) -> str:
 
 def markdown(command: str, rounds: Sequence[Mapping[str, Measured]]) -> str:
     """Returns the table, medians with the smallest and largest value; ratios are taken within one repeat."""
-    rows = [HEAD, ("---",) * len(HEAD)]
+    rows = []
     for name in rounds[0]:
         runs = [repeat[name] for repeat in rounds]
         gain = [repeat[BASELINE].step_seconds / repeat[name].step_seconds for repeat in rounds if BASELINE in repeat]
@@ -156,7 +157,7 @@ def markdown(command: str, rounds: Sequence[Mapping[str, Measured]]) -> str:
                 f"{median(one.staleness_mean for one in runs):.2f}",
             )
         )
-    return f"    {command}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    return f"    {command}\n\n{markdown_table(HEAD, rows)}\n"
 
 
 def picture(rounds: Sequence[Mapping[str, Measured]], path: Path) -> None:

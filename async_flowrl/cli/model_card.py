@@ -27,6 +27,7 @@ from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.stored import FOLDER as WHOLE
+from separation.table import markdown_table
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def _training(source: Source) -> list[str]:
         ("resolution and denoising steps", f"{_sizes(config)}, {config.rollout.num_inference_steps}"),
         ("seed", str(config.seed)),
     ]
-    return ["## Training\n\n" + _table(("setting", "value"), rows)]
+    return ["## Training\n\n" + markdown_table(("setting", "value"), rows)]
 
 
 def _sizes(config: Config) -> str:
@@ -173,7 +174,7 @@ def _measured(folder: Path, out: Path) -> str:
     how = (
         f"{results['scored']} prompts × {results['images_per_prompt']} images, the same initial noises before and after"
     )
-    return _table(("score", "before", "after", "difference [95 %]", "improved"), rows) + f"\n\n{how}."
+    return markdown_table(("score", "before", "after", "difference [95 %]", "improved"), rows) + f"\n\n{how}."
 
 
 def _row(name: str, measured: Mapping[str, Any]) -> tuple[str, ...]:
@@ -198,7 +199,7 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
             rows.append((f"`{name}`", curve.kind.replace("_", " "), *means, f"{moved.mean:+.4g}{error}"))
     note = "From the run's own evaluations: paired by prompt and noise, ± half of the 95 % interval over prompts."
     head = ("score", "kind", f"version {before.version}", f"version {now.version}", "difference")
-    return _table(head, rows) + f"\n\n{note}"
+    return markdown_table(head, rows) + f"\n\n{note}"
 
 
 def _draw_grid(out: Path, source: Source) -> None:
@@ -267,7 +268,7 @@ def _files(out: Path, files: Mapping[str, str]) -> str:
     kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **files}
     rows = [(f"`{name}`", what, f"`{digest(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
     rows += [(f"`{name}/`", what, "") for name, what in kinds.items() if (out / name).is_dir()]
-    return "## Files\n\n" + _table(("file", "for", "SHA-256"), rows)
+    return "## Files\n\n" + markdown_table(("file", "for", "SHA-256"), rows)
 
 
 def _reproduction(source: Source) -> list[str]:
@@ -287,11 +288,6 @@ def _licence(licence: str | None, base: str | None) -> str:
         return f"## Licence\n\n{licence}. The licence of the base model applies as well."
     of = f"the licence of {base}" if base else "the base model's licence"
     return f"## Licence\n\nNot chosen yet: replace `license: unknown` above. {of[0].upper()}{of[1:]} applies as well."
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def digest(file: Path) -> str:

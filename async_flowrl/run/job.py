@@ -146,10 +146,7 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
     with time_limited(stop, prepared.config.time_limit), ExitStack() as last:
-        async with (
-            open_cluster(prepared, directory.logs) as groups,
-            serving(prepared.config, groups) as servers,
-        ):
+        async with open_cluster(prepared, directory.logs) as groups, serving(prepared.config, groups) as servers:
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
             prepared, memory = await lay_out(prepared, groups, trainers)
             config = prepared.config

@@ -37,9 +37,8 @@ from separation.rendezvous import join_process_group
 from separation.supervise import deadline
 from separation.table import format_table
 
-Negatives = dict[
-    EncoderInput, Conditioning
-]  # Negative prompt → its embeddings, as the model family's network takes them.
+# Negative prompt → its embeddings, as the model family's network takes them.
+Negatives = dict[EncoderInput, Conditioning]
 DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …
 
 
@@ -49,16 +48,10 @@ def describe_run(prepared: Prepared) -> str:
     plan = shape(config)
     images = config.prompts_per_step * config.group_size
     terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
-    rows = [
-        (
-            spec.name,
-            spec.size,
-            f"{spec.gpus_per_worker:g}",
-            spec.threads,
-            spec.factory.rpartition(":")[2] + terms.get(spec.name, ""),
-        )
-        for spec in pools(prepared)
-    ]
+    rows = []
+    for spec in pools(prepared):
+        hosted = spec.factory.rpartition(":")[2] + terms.get(spec.name, "")
+        rows.append((spec.name, spec.size, f"{spec.gpus_per_worker:g}", spec.threads, hosted))
     lines = [
         f"{config.mode_name}: max_staleness {config.max_staleness}, {config.hand_over} hand-over, "
         f"{config.placement} pools",
