@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from separation.group import PoolSpec
 from separation.node import temporary_refusal
-from separation.table import format_table
+from separation.text_table import format_table
 
 Resources = Mapping[str, float]
 

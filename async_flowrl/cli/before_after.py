@@ -31,7 +31,7 @@ from async_flowrl.rewards.composite import CompositeReward, combined, weighted_t
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import ByteArray, Prompt, Scores
-from separation.table import format_table
+from separation.text_table import format_table
 
 logger = logging.getLogger(__name__)
 

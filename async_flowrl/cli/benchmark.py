@@ -23,7 +23,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.observability.terminal import refuse, say
-from separation.table import markdown_table
+from separation.text_table import markdown_table
 
 BASELINE = "sync separate"
 ONE_POOL = "placement=shared"

@@ -33,7 +33,7 @@ from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, r
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import ByteArray, Sampling
-from separation.table import format_table
+from separation.text_table import format_table
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.stored import FOLDER as WHOLE
-from separation.table import markdown_table
+from separation.text_table import markdown_table
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import HELD_OUT, REWARD, scoring_pools, served_terms, workers_key
 from async_flowrl.config.schema import SHARED, Config, RewardTerm
 from async_flowrl.memory.devices import describe_pools, gpus_taken, processes
-from async_flowrl.memory.layout import on_devices, resolved
-from async_flowrl.memory.processes import GIB, planned_rollout, planned_trainer
-from async_flowrl.memory.sizes import at_largest
+from async_flowrl.memory.footprints import GIB, planned_rollout, planned_trainer
+from async_flowrl.memory.model_sizes import at_largest
+from async_flowrl.memory.trainer_layout import on_devices, resolved
 from async_flowrl.tickets.arithmetic import check_batching
 
 Staff = Mapping[str, int]  # Reward pool of a single term that has GPUs (`reward/X`, `held_out/X`) → its workers.

@@ -24,7 +24,7 @@ from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt, steady_steps
 from async_flowrl.observability.timeline import by_pool, tracks
-from separation.table import format_table
+from separation.text_table import format_table
 
 HEAD = ("placement", "rollout", "trainer", "overlapped s/step", "sync s/step")
 GAIN = 0.98  # A split is recommended only if its step takes less than this share of the present one's formula.

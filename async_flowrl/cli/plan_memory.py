@@ -15,10 +15,10 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import describe_gpus, enough_gpus, gpus_taken, processes, remedy, seat_for
-from async_flowrl.memory.layout import AUTO, Chosen, on_devices, resolved
-from async_flowrl.memory.processes import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, Process, plan_memory
-from async_flowrl.memory.sizes import at_largest
-from separation.table import format_table
+from async_flowrl.memory.footprints import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, Process, plan_memory
+from async_flowrl.memory.model_sizes import at_largest
+from async_flowrl.memory.trainer_layout import AUTO, Chosen, on_devices, resolved
+from separation.text_table import format_table
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:

@@ -19,16 +19,16 @@ from async_flowrl.cli.plan_memory import configured
 from async_flowrl.config.messages import quieter
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.layout import on_devices, resolved
-from async_flowrl.memory.processes import GIB
-from async_flowrl.memory.rehearsal.ledger import Phase
+from async_flowrl.memory.footprints import GIB
+from async_flowrl.memory.model_sizes import at_largest
 from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.phases import Phase
+from async_flowrl.memory.rehearsal.rank import RankRehearsal
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
-from async_flowrl.memory.rehearsal.trainer import RankRehearsal
 from async_flowrl.memory.rehearsed import whole_rank, whole_rollout
-from async_flowrl.memory.sizes import at_largest
+from async_flowrl.memory.trainer_layout import on_devices, resolved
 from async_flowrl.tickets.arithmetic import check_batching
-from separation.table import format_table
+from separation.text_table import format_table
 
 BOTH = "process that samples and trains"
 TRAINING, SAMPLING = "update", "sample"  # The phases of either side at whose entry everything is there that lasts.

@@ -34,7 +34,7 @@ from async_flowrl.types import EVALUATION, TRAIN
 from checkpoint_engine import Draft, Layout, weights_digest
 from checkpoint_engine.digest import joined_digest
 from checkpoint_engine.gather import shard_rows
-from separation.table import format_table
+from separation.text_table import format_table
 
 REQUIRED_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 FINAL_STATES = ("TRAINED", "SKIPPED")

@@ -788,7 +788,7 @@ class Config:
     def is_sharded(self) -> bool:
         """Whether the ranks of a process group share the base, and with tune=full all weights.
 
-        Before, `trainer.shard=auto` was replaced by what it means on the run's devices (memory/layout.py), or means
+        Before, `trainer.shard=auto` was replaced by what it means on the run's devices, or means
         none.
         """
         return self.trainer.cpu_offload or self.trainer.shard in ("full", "hybrid")

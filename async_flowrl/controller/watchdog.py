@@ -14,7 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.deadlines import Deadlines
 from async_flowrl.tickets.table import Ticket, describe
-from separation.table import format_table
+from separation.text_table import format_table
 
 logger = logging.getLogger(__name__)
 

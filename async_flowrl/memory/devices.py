@@ -11,7 +11,7 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, section_of, served_terms
 from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig, mode_name
-from async_flowrl.memory.processes import (
+from async_flowrl.memory.footprints import (
     GIB,
     MARGIN_SHARE,
     RUNTIME_BYTES,

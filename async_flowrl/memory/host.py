@@ -14,7 +14,7 @@ from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.memory.devices import best, fresh_images
-from async_flowrl.memory.processes import (
+from async_flowrl.memory.footprints import (
     GIB,
     host_bytes,
     in_one,
@@ -23,7 +23,7 @@ from async_flowrl.memory.processes import (
     snapshot_bytes,
     trainer_footprint,
 )
-from async_flowrl.memory.sizes import Sizes, stored_sizes
+from async_flowrl.memory.model_sizes import Sizes, stored_sizes
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.policies.stored import StoredElements
 from separation.node import NodeMemory

@@ -11,11 +11,11 @@ from async_flowrl.config.messages import quieter
 from async_flowrl.config.schema import Config
 
 if TYPE_CHECKING:
-    from async_flowrl.memory.rehearsal.ledger import Phase
+    from async_flowrl.memory.model_sizes import Sizes
     from async_flowrl.memory.rehearsal.model import FakeModel
+    from async_flowrl.memory.rehearsal.phases import Phase
+    from async_flowrl.memory.rehearsal.rank import RankRehearsal
     from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
-    from async_flowrl.memory.rehearsal.trainer import RankRehearsal
-    from async_flowrl.memory.sizes import Sizes
 
 _remembered: dict[str, Any] = {}
 
@@ -92,7 +92,7 @@ _NUMBER = re.compile(r"\d[].*?]")  # Part of a pattern of tensor names that may 
 
 def whole_rank(config: Config, model: "FakeModel", *, kernels: bool = True) -> "RankRehearsal":
     """Returns the rehearsal of a trainer rank (see `rehearse_trainer`) with all blocks of the model."""
-    from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
+    from async_flowrl.memory.rehearsal.rank import rehearse_trainer
 
     trainer = config.trainer
     sharded = trainer.num_workers > 1 and config.is_sharded

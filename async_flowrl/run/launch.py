@@ -18,7 +18,7 @@ from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.memory.devices import check_devices
-from async_flowrl.memory.layout import resolved
+from async_flowrl.memory.trainer_layout import resolved
 from async_flowrl.observability.console import console_of
 from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
@@ -35,7 +35,7 @@ from separation.placement import ResourcesMissing, check_fits, own_cluster, rese
 from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
 from separation.supervise import deadline
-from separation.table import format_table
+from separation.text_table import format_table
 
 # Negative prompt → its embeddings, as the model family's network takes them.
 Negatives = dict[EncoderInput, Conditioning]

@@ -11,9 +11,10 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.paths import expanded
 from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.memory import devices, host, layout
+from async_flowrl.memory import devices, host
+from async_flowrl.memory.footprints import MemoryPlan, plan_memory
 from async_flowrl.memory.host import PROCESS_BYTES, PoolProcesses
-from async_flowrl.memory.processes import MemoryPlan, plan_memory
+from async_flowrl.memory.trainer_layout import resolved
 from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
 from async_flowrl.run.findings import FAILED, OK, SKIPPED, WARNING, Finding, failed, verdict
@@ -133,7 +134,7 @@ def device_finding(config: Config, specs: Sequence[PoolSpec], machines: Sequence
     if not smallest:
         return Finding("devices", SKIPPED, "no pool of the plan gets a GPU", "nothing to plan")
     try:
-        warnings = devices.check_devices(layout.resolved(config, smallest).applied(config), smallest)
+        warnings = devices.check_devices(resolved(config, smallest).applied(config), smallest)
     except ConfigError as error:
         mixed = largest > min(smallest.values())
         off = "Ray may choose larger ones: keep the pools off the smaller ones, ray start --num-gpus there"

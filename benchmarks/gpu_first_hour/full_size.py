@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.processes import MARGIN_SHARE, Footprint, plan_memory
+from async_flowrl.memory.footprints import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.run.prepare import Prepared, prepare

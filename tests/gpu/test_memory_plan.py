@@ -12,10 +12,10 @@ import torch
 from async_flowrl.cli.rehearse import peak
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.processes import Footprint, plan_memory
+from async_flowrl.memory.footprints import Footprint, plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
+from async_flowrl.memory.rehearsal.rank import rehearse_trainer, settle, update_request
 from async_flowrl.memory.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
-from async_flowrl.memory.rehearsal.trainer import rehearse_trainer, settle, update_request
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.training.worker import TrainerWorker

@@ -8,8 +8,8 @@ from async_flowrl import main as program
 from async_flowrl.cli import doctor
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
+from async_flowrl.memory.footprints import plan_memory
 from async_flowrl.memory.host import PoolProcesses
-from async_flowrl.memory.processes import plan_memory
 from async_flowrl.run import machines as told
 from async_flowrl.run.preflight import host_processes
 

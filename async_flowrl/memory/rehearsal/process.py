@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from async_flowrl.algorithms import dpo
 from async_flowrl.algorithms.base import MicroBatch
-from async_flowrl.memory.rehearsal.ledger import Ledger
 from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.phases import Ledger
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies import one_base
 from async_flowrl.training import exact, fsdp, rank_model, sharded

@@ -9,8 +9,8 @@ import torch
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
 from async_flowrl.memory.rehearsal.model import FakeModel
+from async_flowrl.memory.rehearsal.phases import Ledger, Phase
 from async_flowrl.memory.rehearsal.process import rehearsed_process
 from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.tickets.request import sampling

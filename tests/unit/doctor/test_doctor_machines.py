@@ -7,8 +7,8 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.memory.footprints import plan_memory
 from async_flowrl.memory.host import PoolProcesses
-from async_flowrl.memory.processes import plan_memory
 from async_flowrl.run.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.run.machines import Machine, broadcast_finding, clock_finding, machine_finding, same_findings
 from async_flowrl.run.preflight import (

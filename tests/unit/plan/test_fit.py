@@ -12,8 +12,8 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory import devices
 from async_flowrl.memory.devices import gpus_by_pool
-from async_flowrl.memory.layout import Chosen
-from async_flowrl.memory.processes import Footprint
+from async_flowrl.memory.footprints import Footprint
+from async_flowrl.memory.trainer_layout import Chosen
 from async_flowrl.training.messages import Layout
 
 GIB = 2**30

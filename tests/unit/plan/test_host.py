@@ -17,7 +17,7 @@ from async_flowrl.memory.host import (
     rank_bytes,
     rollout_bytes,
 )
-from async_flowrl.memory.sizes import Sizes, stored_sizes
+from async_flowrl.memory.model_sizes import Sizes, stored_sizes
 from async_flowrl.policies.stored import StoredElements
 from checkpoint_engine.side_stream import pinned_bytes
 from separation.node import NodeMemory

@@ -7,11 +7,11 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory import processes
+from async_flowrl.memory import footprints
 from async_flowrl.memory.devices import MEMORY_WARNING_SHARE
-from async_flowrl.memory.layout import resolved
-from async_flowrl.memory.processes import GIB, planned_trainer, trainer_footprint
+from async_flowrl.memory.footprints import GIB, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsed import alone, model_sizes
+from async_flowrl.memory.trainer_layout import resolved
 from async_flowrl.training.messages import Layout
 
 AUTO = "trainer.gradient_checkpointing=auto"
@@ -30,8 +30,8 @@ def config(*overrides: str) -> Config:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config, Layout], int]:
     """Bytes of the smallest device that a rank of a layout does not fill."""
     model = model_sizes(config())
-    monkeypatch.setattr(processes, "model_sizes", lambda config: model)
-    monkeypatch.setattr(processes, "training_peak", peak)
+    monkeypatch.setattr(footprints, "model_sizes", lambda config: model)
+    monkeypatch.setattr(footprints, "training_peak", peak)
 
     def needed(given: Config, wanted: Layout) -> int:
         now = replace(given, trainer=wanted.applied(given.trainer))

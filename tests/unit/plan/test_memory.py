@@ -9,10 +9,10 @@ from torch import nn
 from async_flowrl.cli.plan_memory import describe
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.processes import host_bytes, plan_memory, trainer_footprint
-from async_flowrl.memory.rehearsal.ledger import Allocations
+from async_flowrl.memory.footprints import host_bytes, plan_memory, trainer_footprint
 from async_flowrl.memory.rehearsal.model import FakeModel
-from async_flowrl.memory.rehearsal.trainer import rehearse_trainer
+from async_flowrl.memory.rehearsal.phases import Allocations
+from async_flowrl.memory.rehearsal.rank import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum

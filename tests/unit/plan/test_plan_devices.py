@@ -6,7 +6,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import check_devices
-from async_flowrl.memory.processes import planned_rollout, planned_trainer
+from async_flowrl.memory.footprints import planned_rollout, planned_trainer
 
 GIB = 2**30
 

@@ -10,9 +10,9 @@ from async_flowrl.cli import plan as planner
 from async_flowrl.cli.cards import CARDS
 from async_flowrl.cli.rehearse import Rehearsal, peak, rehearse
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.processes import plan_memory
+from async_flowrl.memory.footprints import plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel
-from async_flowrl.memory.rehearsal.trainer import RankRehearsal, rehearse_trainer
+from async_flowrl.memory.rehearsal.rank import RankRehearsal, rehearse_trainer
 from tests.unit.plan.rehearsed_runs import rehearsed, shallow, worker_alone
 
 RECIPES = {"qwen_image_ocr": 38.0, "sd35_ocr": 4.6, "flux_pickscore": 22.1}

@@ -7,7 +7,7 @@ import pytest
 from async_flowrl.cli.cards import CARDS
 from async_flowrl.cli.rehearse import BOTH, Rehearsal, rehearse
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.processes import in_one, plan_memory
+from async_flowrl.memory.footprints import in_one, plan_memory
 
 ONE_CARD = ("rollout.text_encoder=cached", "rollout.batch_size=2", "trainer.micro_batch_size=1", "ticket_size=4")
 """Of experiment=qwen_image_1x80gb."""

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.processes import plan_memory
-from async_flowrl.memory.sizes import Sizes, stored_sizes
+from async_flowrl.memory.footprints import plan_memory
+from async_flowrl.memory.model_sizes import Sizes, stored_sizes
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.stored import stored_elements
 from tests.support.families import NAMES, how, model_config

@@ -6,7 +6,7 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.processes import plan_memory
+from async_flowrl.memory.footprints import plan_memory
 from async_flowrl.memory.rehearsed import sampling_bytes, training_peak
 from async_flowrl.policies.pipeline import BYTES_PER_TOKEN, USUAL_TOKENS, estimated_tokens
 

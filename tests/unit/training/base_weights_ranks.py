@@ -10,7 +10,7 @@ import torch.multiprocessing as processes
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.config.schema import LoraConfig
-from async_flowrl.memory.rehearsal.ledger import Allocations
+from async_flowrl.memory.rehearsal.phases import Allocations
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import World, shard

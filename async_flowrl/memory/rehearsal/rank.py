@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.rehearsal.ledger import Ledger, Phase
+from async_flowrl.memory.model_sizes import Sizes, stored_sizes
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
+from async_flowrl.memory.rehearsal.phases import Ledger, Phase
 from async_flowrl.memory.rehearsal.process import rehearsed_process
-from async_flowrl.memory.sizes import Sizes, stored_sizes
 from async_flowrl.policies.base import Shapes
 from async_flowrl.policies.stored import StoredElements
 from async_flowrl.policies.tuning import tuning_of

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from async_flowrl.algorithms.ema import samples_from_average
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
+from async_flowrl.memory.model_sizes import Sizes
 from async_flowrl.memory.rehearsed import (
     alone,
     model_sizes,
@@ -19,7 +20,6 @@ from async_flowrl.memory.rehearsed import (
     sampling_bytes,
     training_peak,
 )
-from async_flowrl.memory.sizes import Sizes
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes
 from checkpoint_engine.side_stream import pinned_bytes
 
