@@ -99,13 +99,13 @@ def whole_rank(config: Config, model: "FakeModel", *, kernels: bool = True) -> "
     how = trainer.gradient_checkpointing
     period = int(how.removeprefix("every_")) if how.startswith("every_") else 1
     fewest = GATHERED + 1 + trainer.prefetch if sharded else FEWEST
-    return _whole(config, model, fewest, period, lambda each: rehearse_trainer(config, each, kernels=kernels))
+    return _whole(config, model, fewest, period, lambda part: rehearse_trainer(config, part, kernels=kernels))
 
 
 def whole_rollout(config: Config, model: "FakeModel", *, kernels: bool = True) -> "RolloutRehearsal":
     from async_flowrl.memory.rehearsal.rollout import rehearse_rollout
 
-    return _whole(config, model, FEWEST, 1, lambda each: rehearse_rollout(config, each, kernels=kernels))
+    return _whole(config, model, FEWEST, 1, lambda part: rehearse_rollout(config, part, kernels=kernels))
 
 
 def short_rollout(config: Config, model: "FakeModel", *, kernels: bool) -> "RolloutRehearsal":
@@ -120,7 +120,7 @@ def _whole(config: Config, model: "FakeModel", fewest: int, period: int, rehears
     if any(_NUMBER.search(pattern) for pattern in patterns):  # Some blocks are trained, others are not.
         return rehearse(model)
     parts = model.shortened(fewest, period)
-    return cast("T", summed([weight for weight, _ in parts], [rehearse(each) for _, each in parts]))
+    return cast("T", summed([weight for weight, _ in parts], [rehearse(part) for _, part in parts]))
 
 
 def summed(weights: Sequence[int], values: Sequence[Any]) -> Any:
@@ -134,6 +134,6 @@ def summed(weights: Sequence[int], values: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: summed(weights, [value[key] for value in values]) for key in first}
     if is_dataclass(first) and not isinstance(first, type):
-        own = {field.name: [getattr(value, field.name) for value in values] for field in fields(first)}
-        return replace(first, **{name: summed(weights, of) for name, of in own.items()})
+        by_field = {field.name: [getattr(value, field.name) for value in values] for field in fields(first)}
+        return replace(first, **{name: summed(weights, of) for name, of in by_field.items()})
     return first
