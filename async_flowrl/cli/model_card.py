@@ -18,7 +18,7 @@ from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.observability.evaluations import (
     Evaluation,
     between,
-    first_comparable,
+    first_with_setting,
     policy_versions,
     read_evaluations,
 )
@@ -187,7 +187,7 @@ def _row(name: str, measured: Mapping[str, Any]) -> tuple[str, ...]:
 def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
     """Returns a table from the run's own evaluations of the exported version, or None if they cannot be compared."""
     now = next((e for e in records if not e.baseline and e.version == source.step), None)
-    before = first_comparable(records, now) if now is not None else None
+    before = first_with_setting(records, now) if now is not None else None
     if now is None or before is None:
         return None
     rows = []

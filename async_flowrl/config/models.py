@@ -1,6 +1,6 @@
-"""Models before torch is imported: what `model.path` means, architectures of published models, defaults of settings.
+"""Facts about models that need no torch: what `model.path` names, published architectures, and defaults of settings.
 
-Defaults depend on the model: they replace the settings that are null in a configuration until its family is known.
+Settings that are null in a configuration get the default of the model's family.
 """
 
 import functools
@@ -25,7 +25,7 @@ PIPELINES = {
 
 TINY = "tiny"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Files of configs/family/ for tiny models, which come before their family's, and for families that have none.
+# Files of configs/family/: for tiny models (its values replace those of their family), and for families without a file.
 TOY, OTHER = "toy", "other"
 # A folder with fewer bytes of weights is a tiny model.
 TOY_BYTES = 100_000_000
@@ -88,7 +88,7 @@ def not_found(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
 
 def model_defaults(path: str, family: str, revision: str | None) -> dict[str, dict[str, Any]]:
     """Returns section → setting → default of a model, from configs/family/; `family` may be `auto`."""
-    # A model that cannot be found has the defaults of other models: what needs it says why it was not found.
+    # A model that cannot be found gets the defaults of OTHER; who loads the model reports the error.
     if family == "auto":
         family = _family_of_files(path, revision)
     values = _values(family if (config_dir() / "family" / f"{family}.yaml").is_file() else OTHER)

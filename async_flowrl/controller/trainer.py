@@ -45,6 +45,8 @@ from async_flowrl.training.parts import check_plan, cut
 from separation.group import Worker, WorkerGroup, seated
 from separation.supervise import deadline, together
 
+logger = logging.getLogger(__name__)
+
 Stepped = list[tuple[Worker, UpdateStats]]  # Each rank's statistics of the optimizer step.
 
 
@@ -64,9 +66,6 @@ def divisor(ctx: Context, groups: Sequence[TrainingGroup]) -> int | None:
         return None
     steps = len(ctx.requests.request(groups[0].tickets[0]).train_steps)
     return sum(len(group.meta.selected) * steps for group in groups if group.meta is not None)
-
-
-logger = logging.getLogger(__name__)
 
 
 class TrainerGroup:

@@ -53,7 +53,7 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     except Exception as error:  # The run may start even if the planner cannot plan its model.
         logger.info("no plan of the trainer's layout", exc_info=True)
         why = f"the model cannot be rehearsed ({type(error).__name__}: {error}), and this needs least memory"
-        return _chosen(_filled(config, _shared(config), "full"), settings, why)
+        return _chosen(_filled(config, _sharded_mode(config), "full"), settings, why)
 
 
 def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
@@ -100,7 +100,7 @@ def _auto_settings(config: Config) -> list[str]:
 def candidates(config: Config) -> Iterator[Layout]:
     """Yields the layouts to try, the cheapest first."""
     settings = _auto_settings(config)
-    for shard in ("none", _shared(config)) if SHARD in settings else ("",):
+    for shard in ("none", _sharded_mode(config)) if SHARD in settings else ("",):
         for how in CHECKPOINTED if CHECKPOINTING in settings else ("",):
             yield _filled(config, shard, how)
 
@@ -110,7 +110,7 @@ def _chosen(layout: Layout, settings: list[str], why: str) -> Chosen:
     return Chosen(layout, (f"{' and '.join(f'{key}=auto is {values[key]}' for key in settings)}: {why}",))
 
 
-def _shared(config: Config) -> str:
+def _sharded_mode(config: Config) -> str:
     per_node = config.trainer.workers_per_node if not tuning_of(config).whole else None
     return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
 

@@ -2,7 +2,7 @@
 
 Evaluations of one run use the same prompts and the same initial noises, so two of them can be compared image by image.
 The file has one JSON object per evaluation, oldest first; docs/run_directory.md lists the fields. A *curve* is one
-score followed over all evaluations, e.g. the reward; a *held-out* term is a score that nothing is trained on.
+score, e.g. the reward, of all images of an evaluation; a *held-out* term is a score that nothing is trained on.
 """
 
 import json
@@ -95,7 +95,7 @@ def between(name: str, now: Evaluation, before: Evaluation) -> Change | None:
     return change(now.curves[name].scores, before.curves[name].scores)
 
 
-def first_comparable(history: Sequence[Evaluation], now: Evaluation) -> Evaluation | None:
+def first_with_setting(history: Sequence[Evaluation], now: Evaluation) -> Evaluation | None:
     """The evaluation of the lowest version below `now`'s with the same setting (usually version 0), or None."""
     earlier = [e for e in history if not e.baseline and e.version < now.version and e.setting == now.setting]
     return min(earlier, key=lambda e: e.version, default=None)
@@ -103,7 +103,7 @@ def first_comparable(history: Sequence[Evaluation], now: Evaluation) -> Evaluati
 
 def since_first(name: str, now: Evaluation, history: Sequence[Evaluation]) -> Change | None:
     """Paired change of the curve `name` since the lowest comparable version; None without one, and for the baseline."""
-    first = first_comparable([earlier for earlier in history if comparable(name, now, earlier)], now)
+    first = first_with_setting([earlier for earlier in history if comparable(name, now, earlier)], now)
     return None if now.baseline or first is None else between(name, now, first)
 
 

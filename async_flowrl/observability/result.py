@@ -7,7 +7,7 @@ Otherwise it is the change of the training reward.
 from collections.abc import Sequence
 
 from async_flowrl.config.curves import REWARD
-from async_flowrl.observability.evaluations import HELD_OUT, Evaluation, between, first_comparable, policy_versions
+from async_flowrl.observability.evaluations import HELD_OUT, Evaluation, between, first_with_setting, policy_versions
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.statistics import Change
 
@@ -21,7 +21,7 @@ Ends = tuple[Evaluation, Evaluation]
 def ends_of(history: Sequence[Evaluation]) -> Ends | None:
     """(oldest evaluation with the newest one's setting, newest evaluation) of policy versions; None without two."""
     policy = policy_versions(history)
-    first = first_comparable(policy, policy[-1]) if policy else None
+    first = first_with_setting(policy, policy[-1]) if policy else None
     return None if first is None else (first, policy[-1])
 
 

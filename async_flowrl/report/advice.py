@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from async_flowrl.config.curves import REWARD
 from async_flowrl.observability.bottleneck import reward_bound
-from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Evaluation, between, first_comparable
+from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Evaluation, between, first_with_setting
 from async_flowrl.observability.hacking import alarms, notices
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.result import (
@@ -124,7 +124,7 @@ def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, 
 
 
 def _row(evaluation: Evaluation, history: Sequence[Evaluation], names: Sequence[str]) -> dict[str, Any]:
-    first = None if evaluation.baseline else first_comparable(history, evaluation)
+    first = None if evaluation.baseline else first_with_setting(history, evaluation)
     return {
         "version": evaluation.version,
         "baseline": evaluation.baseline,
