@@ -116,7 +116,7 @@ class ToySaving(ShardSaving):
 
 
 class ToyShareSender(ToySender):
-    """Gathers the ranks' rows and publishes them, in place of `training.publishing.GatheredStreams`."""
+    """Gathers the ranks' rows and publishes them, in place of `training.versions.GatheredStreams`."""
 
     trainer: "ToyShareTrainer"
 

@@ -43,7 +43,7 @@ def toy_lora(tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraModule]:
 
 
 class ToySender:
-    """Publishes a toy trainer's weights, in place of `training.publishing.PublishedStreams`."""
+    """Publishes a toy trainer's weights, in place of `training.versions.PublishedStreams`."""
 
     def __init__(
         self,
