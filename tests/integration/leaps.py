@@ -13,7 +13,7 @@ from unittest import mock
 
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.run import job
-from async_flowrl.training import update as update_metrics
+from async_flowrl.training import forward_passes
 from async_flowrl.training.update import Update
 from benchmarks import disturbed
 
@@ -58,7 +58,7 @@ def leaping_clock(*, generate: float = 0.0, update: float = 0.0) -> Iterator[Non
         stack.enter_context(mock.patch.object(DiffusersEngine, "_denoise", denoising))
         stack.enter_context(mock.patch.object(Update, "_step_from", stepping))
         stack.enter_context(mock.patch.object(time, "time", wall))
-        stack.enter_context(mock.patch.object(update_metrics, "time", wall))
+        stack.enter_context(mock.patch.object(forward_passes, "time", wall))
         stack.enter_context(mock.patch.object(time, "monotonic", monotonic))
         stack.enter_context(mock.patch.object(disturbed, "time", SimpleNamespace(sleep=leap)))
         defaults = job.open_ledgers.__kwdefaults__

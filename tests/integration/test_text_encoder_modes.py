@@ -54,7 +54,7 @@ CACHED = ("rollout.text_encoder=cached", "rollout.encode_ahead=3")
 def visits(run: Run) -> list[str]:
     """What each loading of text encoders was for, and what was found damaged before it."""
     said = (run.root / "logs" / "controller.log").read_text().splitlines()
-    return [line.split(": ", 1)[1] for line in said if "stored_embeddings" in line or "embedding_files" in line]
+    return [line.split(": ", 1)[1] for line in said if "rollout.text_encoder:" in line]
 
 
 def embeddings(folder: Path) -> list[Path]:
