@@ -76,15 +76,7 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
     with sigterm_ends():
         from async_flowrl.run.job import run
 
-        return run(config, hydra_record, preflight(config) if config.preflight else (), workers or {})
-
-
-def preflight(config: Config) -> list[str]:
-    """Warnings of the doctor about the machines before a run starts. Raises ConfigError if one of its checks failed."""
-    from async_flowrl.run.preflight import preflight as look
-    from async_flowrl.run.prepare import prepare
-
-    return look(prepare(config, whole=True))
+        return run(config, hydra_record, workers or {})
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:

@@ -122,7 +122,7 @@ class AnsweringTrainer:
         tensors = toy_tensors()
         self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), {}, config.live_versions)
         self.update = self
-        self._place, self._samples = RankPosition(index, config.trainer.num_workers), config.trainer.micro_batch_size
+        self._place = RankPosition(index, config.trainer.num_workers)
         self._step, self._plan = -1, StepPlan(rows=0)
         self._parts: list[tuple[int, int]] = []
 
@@ -131,7 +131,7 @@ class AnsweringTrainer:
         if self._place.size == 1:
             return UpdateStats(request.step, 0, False, {"loss": 0.0}) if request.finishes else None
         self._begin(request)
-        own = parts_of(request.metas, self._place, self._samples)
+        own = parts_of(request.metas, self._place)
         self._parts += [(request.metas[part.group].group, part.part) for part in own]
         return Manifest(self._step, self._plan.update, self._plan.attempt, tuple(self._parts))
 

@@ -1,4 +1,4 @@
-"""What follows from the setting `placement` for plans, summaries and reports.
+"""Facts that follow from the setting `placement`, for plans, summaries and reports.
 
 The controller's part of it is `controller/placement.py`.
 """

@@ -1,4 +1,7 @@
-"""What the controller does differently where processes sample and train (shared/controller.py): here nothing."""
+"""SeparatePools: deadlines and deliveries of trainer ranks and rollout workers that share no process.
+
+shared/controller.py has those of processes that sample and train.
+"""
 
 from collections.abc import Iterable
 

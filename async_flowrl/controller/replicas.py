@@ -13,7 +13,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.training_groups import TrainingGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
-from async_flowrl.training.parts import RankPosition, cut, tickets_for, tickets_of
+from async_flowrl.training.parts import RankPosition, tickets_for, tickets_of
 from separation.group import RefLost, Worker
 from separation.supervise import deadline, leaves, together
 
@@ -45,13 +45,13 @@ class Replica:
         """Returns True if one of its ranks trains a part of the group."""
         return group.meta is not None and any(owner in self.ranks for owner in group.meta.owners)
 
-    def samples(self, groups: Iterable[TrainingGroup], samples: int) -> int:
-        """Returns the number of images of the groups that its ranks train; a part has at most `samples` images."""
+    def samples(self, groups: Iterable[TrainingGroup]) -> int:
+        """Returns the number of images of the groups that its ranks train."""
         return sum(
             len(part)
             for group in groups
             if group.meta is not None
-            for part, owner in zip(cut(group.meta.selected, samples), group.meta.owners, strict=True)
+            for part, owner in zip(group.meta.parts, group.meta.owners, strict=True)
             if owner in self.ranks
         )
 
@@ -69,12 +69,11 @@ async def with_trajectories(
     `groups` have `meta` and the order of `request.metas`. Lost trajectories are made again, then groups are sent one by
     one and the last answers returned. Raises DeadlineExceeded, WorkerDied or WorkerFailed.
     """
-    samples = ctx.config.trainer.micro_batch_size
 
     def needed() -> list[tuple[TrainRequest, list[Any]]]:
         calls = []
         for position in replica.positions():
-            tickets = tickets_for(request.metas, position, samples)
+            tickets = tickets_for(request.metas, position)
             refs = [group.refs[which] for group, places in zip(groups, tickets, strict=True) for which in places]
             calls.append((replace(request, tickets=tickets), refs))
         return calls
@@ -111,7 +110,7 @@ async def with_probe(
     """
     which: tuple[int, ...] = ()
     if probe is not None and probe.meta is not None:
-        which = tickets_of(probe.meta, [0], ctx.config.trainer.micro_batch_size)
+        which = tickets_of(probe.meta, [0])
         requests = [replace(request, probe=probe.meta, probe_tickets=which) for request in requests]
     while True:
         tried = [] if probe is None else probe.refs

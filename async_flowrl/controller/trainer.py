@@ -205,10 +205,10 @@ class TrainerGroup:
 
     def _owned(self, ctx: Context, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
         """Returns the groups with the rank that trains each of their parts."""
-        owned, samples = [], ctx.config.trainer.micro_batch_size
+        owned = []
         for group in groups:
             if group.meta is not None:
-                owners = self._owners.assign([len(part) for part in cut(group.meta.selected, samples)])
+                owners = self._owners.assign([len(part) for part in group.meta.parts])
                 group = replace(group, meta=replace(group.meta, owners=owners))
             owned.append(group)
         return owned
@@ -301,7 +301,7 @@ class TrainerGroup:
             base_request if rank in sums.manifests else replace(base_request, begins=plan)
             for rank in range(len(workers))
         ]
-        measured = (group for group in groups if group.meta and group.meta.selected)
+        measured = (group for group in groups if group.meta and group.meta.parts)
         summed: list[Summed] = await with_probe(
             ctx, workers, next(measured, None) if self._measures else None, requests, training
         )
@@ -361,7 +361,7 @@ class TrainerGroup:
 
     async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[TrainingGroup], method: str) -> None:
         """Makes one call of a replica after its earlier calls, and records what is in its sums then."""
-        replica, samples = self._replicas[index], ctx.config.trainer.micro_batch_size
+        replica = self._replicas[index]
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"
         async with replica.lock:
@@ -374,7 +374,7 @@ class TrainerGroup:
                 answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
             finally:
                 replica.waiting -= 1
-            self._owners.computed(index, replica.samples(groups, samples))
+            self._owners.computed(index, replica.samples(groups))
         if trains:
             sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
         self._idle_since = now()

@@ -18,6 +18,7 @@ from async_flowrl.controller.dispatch import make_again
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import GroupMeta
+from async_flowrl.training.parts import cut
 from async_flowrl.types import Scores
 from separation.group import RefLost
 
@@ -66,14 +67,14 @@ def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[in
 def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages: tuple[float, ...]) -> GroupMeta:
     """Returns the description of one group for the trainer ranks, without owners."""
     first, config = tickets[0], ctx.config
-    selected = tuple(algorithm.select(np.asarray(advantages)))
+    parts = cut(algorithm.select(np.asarray(advantages)), config.trainer.micro_batch_size)
     return GroupMeta(
         group=first.group,
         tickets=len(tickets),
         version=first.version,
         age=first.step - first.version,
         advantages=advantages,
-        selected=selected,
+        parts=parts,
         seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
         negative=ctx.requests.prompt(first).negative_wording(config.rollout.negative_prompt),
         sampling=ctx.requests.sampling(first),

@@ -233,9 +233,8 @@ def _gib(name: str, term: RewardTerm) -> float | None:
 
 def gpus_by_pool(config: Config) -> dict[str, list[float]]:
     """Returns pool → GPUs per worker, without pools that have none; `placement=shared` counts as one pool."""
-    pools: dict[str, TrainerConfig | RolloutConfig] = {"trainer": config.trainer, "rollout": config.rollout}
-    if placement_of(config).together:
-        pools = {SHARED: config.trainer}
+    sections: tuple[TrainerConfig | RolloutConfig, ...] = (config.trainer, config.rollout)
+    pools = dict(zip(placement_of(config).pools, sections, strict=False))  # One shared pool is the trainer's.
     shares = {name: [pool.gpus_per_worker] * pool.num_workers for name, pool in pools.items()}
     shares |= {pool.name: [pool.gpus_per_worker] * pool.workers for pool in scoring_pools(config)}
     shares |= {f"servers of {name}": [serve.gpus] * serve.replicas for name, serve in served_terms(config)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER
-from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import best, fresh_images
 from async_flowrl.memory.footprints import (
     GIB,
@@ -81,9 +81,9 @@ def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[P
     copies = {"copies": copying_ranks(config), "copy": copied_bytes(config, model)}
     first, other = (rank_bytes(config, model, on_gpu=of_rank, sends=sends) for sends in (True, False))
     rank = PROCESS_BYTES + other + (first - other) // trainer.num_workers  # so that the total is right
-    pool = SHARED if placement_of(config).together else TRAINER
+    pool, *separate = placement_of(config).pools
     ranks = PoolProcesses(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
-    if placement_of(config).together:
+    if not separate:
         return [ranks]
     least, _ = rollout.worker_bounds
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)

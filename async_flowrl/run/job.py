@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 def run(
     config: Config,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
-    warnings: Sequence[str] = (),
     workers: Workers = OUR_OWN,
 ) -> int:
     """Runs a configuration and returns the exit code (config/exit_codes.py).
@@ -69,8 +68,8 @@ def run(
     with ExitStack() as last:
         last.callback(end_log, directory.logs)
         try:
-            prepared = replace(prepare(config, whole=config.dry_run), workers=workers)
-            check_machine(prepared)
+            prepared = replace(prepare(config, whole=config.dry_run or config.preflight), workers=workers)
+            warnings = machine_warnings(prepared)
             if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
                 log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
             # This comes before the first write to the run directory, so a refused run leaves the directory unchanged.
@@ -109,6 +108,16 @@ def run(
             )
         finally:
             directory.release()
+
+
+def machine_warnings(prepared: Prepared) -> list[str]:
+    """Checks this machine, with `preflight=true` all of the run's machines; returns warnings. Raises ConfigError."""
+    if not prepared.config.preflight:
+        check_machine(prepared)
+        return []
+    from async_flowrl.run.preflight import preflight
+
+    return preflight(prepared)
 
 
 async def train(ending: Ending, resume: Resume, display: Display) -> int:

@@ -106,7 +106,6 @@ class ForwardPasses:
             group.micro_batches(
                 inputs.algorithm.records,
                 part.part,
-                samples=trainer.micro_batch_size,
                 steps=trainer.timesteps_per_forward or len(group.train_steps),
             )
         )

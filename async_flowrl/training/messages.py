@@ -79,12 +79,18 @@ class GroupMeta:
     version: int  # Version of the weights that made its images.
     age: int  # Staleness: training step minus `version`.
     advantages: tuple[float, ...]  # One per image of the group, in image order.
-    selected: tuple[int, ...]  # Indices of the images that are trained, in order (Algorithm.select).
+    # Indices of the images that are trained, in order (Algorithm.select), cut into parts (parts.py).
+    parts: tuple[tuple[int, ...], ...]
     seeds: tuple[int, ...]  # One seed per image, for algorithms that draw random numbers in the trainer.
     negative: EncoderInput  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
     sampling: Sampling  # Sampling of its images; the trainer uses the same guidance and resolution.
     # The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them.
     owners: tuple[int, ...] = ()
+
+    @property
+    def selected(self) -> tuple[int, ...]:
+        """Indices of the images that are trained, in order."""
+        return tuple(image for part in self.parts for image in part)
 
 
 @dataclass(frozen=True)

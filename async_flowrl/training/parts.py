@@ -49,29 +49,27 @@ class Part:
     counts: bool = True
 
 
-def cut(selected: Sequence[int], samples: int) -> list[Sequence[int]]:
+def cut(selected: Sequence[int], samples: int) -> tuple[tuple[int, ...], ...]:
     """Returns the parts of a group: the selected images, `samples` at a time; the last part may have fewer."""
-    return [selected[start : start + samples] for start in range(0, len(selected), samples)]
+    return tuple(tuple(selected[start : start + samples]) for start in range(0, len(selected), samples))
 
 
-def parts_of(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> list[Part]:
-    """Returns the parts (of `samples` images) that this rank computes of the groups of one call, in order.
+def parts_of(metas: Sequence[GroupMeta], own: RankPosition) -> list[Part]:
+    """Returns the parts that this rank computes of the groups of one call, in order.
 
     The ranks of a replica gather the base together, so they need equal numbers of parts (with `own.by_group` in each
     group): a rank with fewer repeats its last part or computes another's, which does not count. Raises ValueError for
     bad owners.
     """
     positions = [[position] for position in range(len(metas))] if own.by_group else [list(range(len(metas)))]
-    return [part for together in positions for part in _side_by_side(metas, together, own, samples)]
+    return [part for together in positions for part in _side_by_side(metas, together, own)]
 
 
-def _side_by_side(
-    metas: Sequence[GroupMeta], positions: Sequence[int], rank_position: RankPosition, samples: int
-) -> list[Part]:
+def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], rank_position: RankPosition) -> list[Part]:
     """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
     by_rank: dict[int, list[Part]] = {rank: [] for rank in rank_position.replica}
     for position in positions:
-        for part, owner in enumerate(_owners(metas[position], rank_position, samples)):
+        for part, owner in enumerate(_owners(metas[position], rank_position)):
             if owner in by_rank:
                 by_rank[owner].append(Part(position, part))
     longest, mine = max(by_rank.values(), key=len), by_rank[rank_position.rank]
@@ -79,29 +77,27 @@ def _side_by_side(
     return mine + [Part(part.group, part.part, counts=False) for part in fill]
 
 
-def tickets_of(meta: GroupMeta, parts: Iterable[int], samples: int) -> tuple[int, ...]:
+def tickets_of(meta: GroupMeta, parts: Iterable[int]) -> tuple[int, ...]:
     """Returns the positions, in the group, of the tickets that have the images of these parts."""
-    images, chosen = len(meta.advantages) // meta.tickets, cut(meta.selected, samples)
-    return tuple(sorted({image // images for part in parts for image in chosen[part]}))
+    images = len(meta.advantages) // meta.tickets
+    return tuple(sorted({image // images for part in parts for image in meta.parts[part]}))
 
 
-def tickets_for(metas: Sequence[GroupMeta], own: RankPosition, samples: int) -> tuple[tuple[int, ...], ...]:
+def tickets_for(metas: Sequence[GroupMeta], own: RankPosition) -> tuple[tuple[int, ...], ...]:
     """Returns for each group of a call the positions of the tickets whose trajectories this rank needs."""
-    parts = parts_of(metas, own, samples)
+    parts = parts_of(metas, own)
     return tuple(
-        tickets_of(meta, (part.part for part in parts if part.group == position), samples)
-        for position, meta in enumerate(metas)
+        tickets_of(meta, (part.part for part in parts if part.group == position)) for position, meta in enumerate(metas)
     )
 
 
-def _owners(meta: GroupMeta, position: RankPosition, samples: int) -> Sequence[int]:
-    count = len(cut(meta.selected, samples))
+def _owners(meta: GroupMeta, position: RankPosition) -> Sequence[int]:
+    count = len(meta.parts)
     if not meta.owners:
         return [position.rank] * count
     if len(meta.owners) != count or not all(0 <= owner < position.size for owner in meta.owners):
         raise ValueError(
-            f"group {meta.group} has {count} parts of {samples} samples for {position.size} ranks, its owners are "
-            f"{list(meta.owners)}"
+            f"group {meta.group} has {count} parts for {position.size} ranks, its owners are {list(meta.owners)}"
         )
     return meta.owners
 
@@ -170,7 +166,7 @@ class Group:
         self._sigmas = upload(self._levels, device)
         self._points = {point: position for position, point in enumerate(first.points)}
 
-    def micro_batches(self, records: str, part: int, *, samples: int, steps: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, records: str, part: int, *, steps: int) -> Iterator[MicroBatch]:
         """Yields the micro-batches of a part: all its images at `steps` denoising steps, a step's rows adjacent.
 
         Raises ValueError if `steps` does not divide the number of trained steps.
@@ -180,7 +176,7 @@ class Group:
                 f"group {self.meta.group} trains {len(self.train_steps)} steps, which micro-batches of {steps} do not "
                 "divide"
             )
-        chosen = cut(self.meta.selected, samples)[part]
+        chosen = self.meta.parts[part]
         latents, log_probs = self._rows(chosen)
         for first in range(0, len(self.train_steps), steps):
             columns = range(first, first + steps)
@@ -252,10 +248,9 @@ def groups_of(
     trajectories: Sequence[Trajectory],
     tickets: Sequence[Sequence[int]],
     rank_position: RankPosition,
-    samples: int,
     device: torch.device,
 ) -> Iterator[tuple[Group, list[Part]]]:
-    """Yields the groups of a call of which this rank computes parts, with these parts of `samples` images at most.
+    """Yields the groups of a call of which this rank computes parts, with these parts.
 
     `tickets`: which of each group's tickets stand in `trajectories`, group after group; empty: all. Raises ValueError
     if their numbers differ.
@@ -266,6 +261,6 @@ def groups_of(
             f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
         )
     starts = list(accumulate(map(len, held), initial=0))
-    for position, of_group in groupby(parts_of(metas, rank_position, samples), key=lambda part: part.group):
+    for position, of_group in groupby(parts_of(metas, rank_position), key=lambda part: part.group):
         given = trajectories[starts[position] : starts[position + 1]]
         yield Group(metas[position], given, device=device, held=held[position]), list(of_group)

@@ -36,7 +36,7 @@ from async_flowrl.training.messages import (
     UpdateStats,
 )
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
-from async_flowrl.training.parts import Group, Part, cut, groups_of
+from async_flowrl.training.parts import Group, Part, groups_of
 from async_flowrl.training.trust_region import TrustRegion
 from async_flowrl.types import Conditioning, EncoderInput, Span, Trajectory
 
@@ -131,7 +131,6 @@ class Update:
         if self._plan.rows <= 0:
             raise ValueError(f"step {step} has groups to train on, but its plan counts {self._plan.rows} rows")
         self._fetched = self._fetched.plus(trajectories)
-        samples = self._inputs.config.trainer.micro_batch_size
         probed = self._lower_than_all_before(metas)
         probing = probed is not None and self._plan.probes(self._inputs.algorithm.records)
         self._broken = True  # After an error, the sum may have only some of the parts, and the gradient half of one.
@@ -142,7 +141,7 @@ class Update:
             self._add_parts(step, group, parts, probing=probing, reported=reported)
             probing = False
         self._broken = False
-        counted = [(meta.group, len(cut(meta.selected, samples))) for meta in metas]
+        counted = [(meta.group, len(meta.parts)) for meta in metas]
         self._planned = self._planned.joined(self._account_of(step, counted))
 
     def _add_parts(self, step: int, group: Group, parts: Sequence[Part], *, probing: bool, reported: bool) -> None:
@@ -218,7 +217,7 @@ class Update:
         return self.under_way
 
     def _lower_than_all_before(self, metas: Sequence[GroupMeta]) -> int | None:
-        groups = [meta.group for meta in metas if meta.selected]
+        groups = [meta.group for meta in metas if meta.parts]
         if not groups or (self._lowest is not None and self._lowest < min(groups)):
             return None
         self._lowest = min(groups)
@@ -321,5 +320,4 @@ class Update:
     def _mine(
         self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory], tickets: Sequence[Sequence[int]]
     ) -> Iterator[tuple[Group, list[Part]]]:
-        samples = self._inputs.config.trainer.micro_batch_size
-        return groups_of(metas, trajectories, tickets, self._inputs.world, samples, self._inputs.device)
+        return groups_of(metas, trajectories, tickets, self._inputs.world, self._inputs.device)

@@ -22,6 +22,7 @@ from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.parts import cut
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Conditioning, EncoderInput, Span, Trajectory
 from benchmarks.gpu_first_hour.probe import timed
@@ -166,7 +167,7 @@ def meta(config: Config, ticket: Ticket) -> GroupMeta:
         version=ticket.version,
         age=ticket.step - ticket.version,
         advantages=tuple((drawn - drawn.mean()).tolist()),
-        selected=tuple(range(size)),
+        parts=cut(range(size), config.trainer.micro_batch_size),
         seeds=tuple(range(size)),
         negative=config.rollout.negative_prompt,
         sampling=sampling(config),

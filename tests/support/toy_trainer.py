@@ -32,7 +32,7 @@ from async_flowrl.training.messages import (
     TrainRequest,
     UpdateStats,
 )
-from async_flowrl.training.parts import RankPosition, cut, parts_of
+from async_flowrl.training.parts import RankPosition, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import EMA, Trajectory
 from checkpoint_engine import weights_digest
@@ -130,14 +130,14 @@ class ToyTrainer:
     def accumulate(
         self, metas: Sequence[GroupMeta], *trajectories: Trajectory, tickets: Sequence[Sequence[int]] = ()
     ) -> None:
-        left, samples = iter(trajectories), self.config.trainer.micro_batch_size
+        left = iter(trajectories)
         self.given += len(trajectories)
         held = [dict(zip(own, left, strict=False)) for own in tickets or [range(meta.tickets) for meta in metas]]
-        for part in parts_of(metas, self.position, samples):
+        for part in parts_of(metas, self.position):
             if not part.counts:
                 continue
             meta = metas[part.group]
-            images, chosen = len(meta.advantages) // meta.tickets, cut(meta.selected, samples)[part.part]
+            images, chosen = len(meta.advantages) // meta.tickets, meta.parts[part.part]
             rows = [held[part.group][image // images].latents[image % images] for image in chosen]
             latents = torch.from_numpy(np.stack(rows))
             weights = torch.tensor([meta.advantages[image] for image in chosen], dtype=torch.float32)[:, None]

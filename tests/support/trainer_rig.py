@@ -17,6 +17,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats, merged
+from async_flowrl.training.parts import cut
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Trajectory
 from checkpoint_engine import weights_digest
@@ -83,7 +84,7 @@ class Sampler:
             "version": step,
             "age": 0,
             "advantages": tuple((drawn - drawn.mean()).tolist()),
-            "selected": tuple(range(self.config.group_size)),
+            "parts": cut(range(self.config.group_size), self.config.trainer.micro_batch_size),
             "seeds": tuple(derive(self.config.seed, "row", step, group, i) for i in range(self.config.group_size)),
             "negative": self.config.rollout.negative_prompt,
             "sampling": sampling(self.config),
@@ -134,11 +135,18 @@ def rows(handed: list[Handed]) -> int:
     return sum(len(meta.selected) * len(tickets[0].train_steps) for meta, tickets in handed)
 
 
+def recut(config: Config, handed: list[Handed]) -> list[Handed]:
+    """Returns the groups cut into parts by this configuration, as its controller would cut them."""
+    samples = config.trainer.micro_batch_size
+    return [(replace(meta, parts=cut(meta.selected, samples)), tickets) for meta, tickets in handed]
+
+
 def update(
     worker: TrainerWorker, step: int, handed: list[Handed], *, plan: StepPlan | None = None, together: bool = False
 ) -> UpdateStats:
     """Does one optimizer step on the groups, given one by one, or all in one call with `together`."""
     worker.update.begin(step, plan or StepPlan(rows=rows(handed)))
+    handed = recut(worker.config, handed)
     if together:
         worker.update.accumulate([meta for meta, _ in handed], *[t for _, tickets in handed for t in tickets])
     else:

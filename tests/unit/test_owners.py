@@ -7,7 +7,7 @@ import pytest
 
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import RankPosition, parts_of, tickets_for
+from async_flowrl.training.parts import RankPosition, cut, parts_of, tickets_for
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
@@ -44,16 +44,16 @@ def test_who_has_less_left_comes_before_who_had_less() -> None:
 
 def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
     """Of four images in two tickets: parts of one image on ranks 0 and 1; a rank without any repeats another's."""
-    given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, selected=(3, 0, 1), tickets=2)
+    given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, parts=((3,), (0,), (1,)), tickets=2)
     for per_replica, expected in ((1, [((1,),), ((0,),), ((),)]), (3, [((1,),), ((0,),), ((0,),)])):
-        assert [tickets_for([given], RankPosition(rank, 3, per_replica), 1) for rank in range(3)] == expected
-    repeated = [part.part for part in parts_of([given], RankPosition(0, 3, 3), 1) if not part.counts]
+        assert [tickets_for([given], RankPosition(rank, 3, per_replica)) for rank in range(3)] == expected
+    repeated = [part.part for part in parts_of([given], RankPosition(0, 3, 3)) if not part.counts]
     assert repeated == [0], "its own last one, which it has already"
 
 
 def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
     images = tuple(range(2 * len(owners)))
-    return GroupMeta(group, 1, 0, 0, tuple(1.0 for _ in images), images, images, " ", SAMPLING, owners)
+    return GroupMeta(group, 1, 0, 0, tuple(1.0 for _ in images), cut(images, 2), images, " ", SAMPLING, owners)
 
 
 @pytest.mark.parametrize("per_replica", [1, 2, 4])
@@ -61,7 +61,7 @@ def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> N
     owners = Assignment(4, per_replica)
     owners.begin(7)
     metas = [meta(group, owners.assign([2, 2])) for group in range(7)]
-    by_rank = [parts_of(metas, RankPosition(rank, 4, per_replica), 2) for rank in range(4)]
+    by_rank = [parts_of(metas, RankPosition(rank, 4, per_replica)) for rank in range(4)]
     counted = [(part.group, part.part) for parts in by_rank for part in parts if part.counts]
     assert sorted(counted) == [(group, part) for group in range(7) for part in range(2)]
     for rank, parts in enumerate(by_rank):

@@ -9,6 +9,7 @@ from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
+from async_flowrl.training.parts import cut
 from async_flowrl.types import Prompt
 from checkpoint_engine import Draft, Layout
 from tests.support.toy import toy_config, virtual
@@ -41,7 +42,17 @@ def plain_loop(config: Config) -> str:
             scores = reward.score(request.prompt, images)
             (found,) = algorithm.advantages({"color": [np.asarray(scores.total)]}, weights={"color": 1.0}, seeds=[0])
             advantages = tuple(float(x) for x in found)
-            meta = GroupMeta(group, 1, version, step - version, advantages, (0, 1, 2, 3), (), "", request.sampling)
+            meta = GroupMeta(
+                group,
+                1,
+                version,
+                step - version,
+                advantages,
+                cut(range(4), config.trainer.micro_batch_size),
+                (),
+                "",
+                request.sampling,
+            )
             trainer.accumulate([meta], trajectory)
         trainer.add_up(TrainRequest(step, (), finishes=True))
         trainer.take_step()

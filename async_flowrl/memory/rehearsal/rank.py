@@ -81,7 +81,7 @@ def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) 
         with ledger.phase("delivery"):
             worker.sender.stage(worker.versions.newest)
         version_bytes = worker.sender.policy.layout.nbytes
-        samples = min(len(request.metas[0].selected), config.trainer.micro_batch_size)
+        samples = len(request.metas[0].parts[0])
         rows = samples * _columns(config)
         return RankRehearsal(
             phases=ledger.phases,
@@ -167,18 +167,19 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         conditioning=conditioning(policy),
     )
     # A micro-batch for every rank.
-    selected = tuple(worker.algorithm.select(_advantages(config))[: config.trainer.micro_batch_size * ranks])
+    per_part = config.trainer.micro_batch_size
+    parts = cut(worker.algorithm.select(_advantages(config))[: per_part * ranks], per_part)
     meta = GroupMeta(
         group=0,
         tickets=1,
         version=worker.versions.newest - config.max_staleness,
         age=config.max_staleness,
         advantages=tuple(_advantages(config).tolist()),
-        selected=selected,
+        parts=parts,
         seeds=tuple(range(size)),
         negative=NEGATIVE,
         sampling=sampling(config),
-        owners=tuple(range(len(cut(selected, config.trainer.micro_batch_size)))),
+        owners=tuple(range(len(parts))),
     )
     return TrainRequest(worker.versions.newest, (meta,), StepPlan(rows=1), True), trajectory
 

@@ -22,7 +22,6 @@ from async_flowrl.training.exact import (
 )
 from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Summed
-from async_flowrl.training.parts import cut
 from async_flowrl.training.update import NonFiniteError
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import _step
@@ -138,8 +137,7 @@ def test_a_sum_that_could_overflow_is_computed_again(handed: list[list[rig.Hande
     plan = rig.StepPlan(rows=rig.rows(handed[0]))
     narrow, knowing, usual = (rig.trainer(rig.tiny_config()) for _ in range(3))
     narrow.update.exponent = -80
-    samples = narrow.config.trainer.micro_batch_size
-    owned = [(replace(meta, owners=(0,) * len(cut(meta.selected, samples))), tickets) for meta, tickets in handed[0]]
+    owned = [(replace(meta, owners=(0,) * len(meta.parts)), tickets) for meta, tickets in handed[0]]
     stats = _step(narrow, 0, owned, plan)
     assert narrow.update.exponent > -80
     knowing.update.exponent = narrow.update.exponent

@@ -69,7 +69,7 @@ def test_a_pair_trains_on_its_best_and_worst_image() -> None:
     worker, sampler = rig.trainer(config), rig.Sampler(config)
     meta, tickets = sampler.group(0, 0)
     chosen = tuple(worker.algorithm.select(np.asarray(meta.advantages)))
-    pair = replace(meta, selected=chosen), tickets
+    pair = replace(meta, parts=(chosen,)), tickets
     stats = [rig.update(worker, step, [pair]) for step in range(4)]
     assert stats[0].metrics["loss"] == pytest.approx(np.log(2.0), abs=1e-6)
     assert stats[-1].metrics["loss"] < stats[0].metrics["loss"]

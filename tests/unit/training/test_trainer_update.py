@@ -90,7 +90,7 @@ def test_micro_batching_changes_only_roundings(handed: list[list[rig.Handed]], s
     gradients = []
     for worker in (one, other):
         worker.update.begin(0, StepPlan(rows=rig.rows(handed[0])))
-        for meta, tickets in handed[0]:
+        for meta, tickets in rig.recut(worker.config, handed[0]):
             worker.update.accumulate([meta], *tickets)
         gradients.append(rig.gradient(worker))
     assert gradients[0].norm() > 0

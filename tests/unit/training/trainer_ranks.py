@@ -14,7 +14,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.messages import TrainRequest, UpdateStats, merged
-from async_flowrl.training.parts import cut, tickets_for, tickets_of
+from async_flowrl.training.parts import tickets_for, tickets_of
 from async_flowrl.training.worker import TrainerWorker
 from separation.rendezvous import join, leave
 from tests.support import trainer_rig as rig
@@ -101,14 +101,14 @@ def _train(worker: TrainerWorker, job: Job) -> Outcome:
 def _owned(owners: Assignment, batch: list[rig.Handed], config: Config) -> list[rig.Handed]:
     """One optimizer step's groups with the owners that the controller would give them."""
     owners.begin(len(batch))
-    samples = config.trainer.micro_batch_size
-    sizes = [[len(part) for part in cut(meta.selected, samples)] for meta, _ in batch]
+    batch = rig.recut(config, batch)
+    sizes = [[len(part) for part in meta.parts] for meta, _ in batch]
     return [(replace(meta, owners=owners.assign(own)), t) for (meta, t), own in zip(batch, sizes, strict=True)]
 
 
 def _for_rank(worker: TrainerWorker, request: TrainRequest, tickets: Sequence[Any]) -> tuple[Any, ...]:
     """The request as the controller sends it to this rank, and of the groups' tickets those that go with it."""
-    which = tickets_for(request.metas, worker.world, worker.config.trainer.micro_batch_size)
+    which = tickets_for(request.metas, worker.world)
     starts = accumulate((meta.tickets for meta in request.metas), initial=0)
     own = [tickets[start + place] for start, places in zip(starts, which, strict=False) for place in places]
     return replace(request, tickets=which), *own
@@ -117,13 +117,12 @@ def _for_rank(worker: TrainerWorker, request: TrainRequest, tickets: Sequence[An
 def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.StepPlan) -> UpdateStats:
     """As the controller does: a few groups a call to the replicas that train them, and once more where the sum does not
     fit. Every rank hears at the end of all groups, and gets the probe."""
-    samples = worker.config.trainer.micro_batch_size
     planned = tuple((meta.group, len(meta.owners)) for meta, _ in handed)
     turn = step % len(handed)  # Groups come in another order with every step.
     coming = [*handed[turn:], *handed[:turn]]
     mine = [(meta, t) for meta, t in coming if any(owner in worker.world.replica for owner in meta.owners)]
     lowest, its_tickets = min(handed, key=lambda group: group[0].group)
-    first = tickets_of(lowest, [0], samples)
+    first = tickets_of(lowest, [0])
     while True:
         worker.update.begin(step, plan)
         for start in range(0, len(mine), 3):
