@@ -100,3 +100,8 @@ class ReceivingEnd:
     def abort(self) -> None:
         if hasattr(self, "receiver"):
             self.receiver.abort()
+
+
+def transport_here(configured: str) -> str:
+    """Returns the transport that `configured` means in this process. Raises ValueError if it cannot work here."""
+    return resolve_transport(configured, "cuda" if torch.cuda.is_available() else "cpu")

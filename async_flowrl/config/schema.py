@@ -473,7 +473,7 @@ class TrainerConfig:
         return self.cpu_offload or self.shard == "full"
 
     @property
-    def has_replicas(self) -> bool:
+    def holds_all(self) -> bool:
         """Whether each rank holds all of the base."""
         return self.shard == "none"
 

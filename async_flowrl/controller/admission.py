@@ -37,7 +37,10 @@ class WorkerProof:
         self.header, self.payload, self.probe = await self.sender.canary()
 
     async def of(self, worker: Worker) -> None:
-        """Delivers the canary and compares both networks' results. Raises WeightsMismatch, which names the module."""
+        """Delivers the canary and compares both networks' results.
+
+        Raises WeightsMismatch, which names the module, WorkerDied, DeadlineExceeded, and the errors of the sender.
+        """
         await self._deliver(worker)
         proof = await in_time(self.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
         check_binding(self.probe, proof, who=worker.name)

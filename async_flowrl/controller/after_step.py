@@ -110,6 +110,7 @@ class AfterStep:
     def _unevaluated(self, ctx: Context) -> list[int]:
         """Returns the versions whose evaluation is due, not recorded and possible: their weights are still held."""
         now = ctx.table.step
+        # A checkpoint has the last max_staleness + 1 versions of the policy, but only the newest one of an EMA.
         kept = 0 if ctx.config.trainer.ema_decay is not None else ctx.config.max_staleness
         due = self._lacking(ctx.config, *range(now + 1))
         possible = [version for version in due if version >= now - kept or version in self.held]

@@ -93,7 +93,11 @@ class Checkpoints:
         }
 
     async def written(self) -> None:
-        """Waits for the checkpoint under way. Raises SaveFailed after too many disk errors in a row."""
+        """Waits for the checkpoint under way.
+
+        Raises SaveFailed after `limits.missed_checkpoints` disk errors in a row, WorkerFailed for other errors,
+        WorkerDied, or DeadlineExceeded after `deadlines.update`.
+        """
         if self._writing is not None:
             await self._writing
             self._writing = None

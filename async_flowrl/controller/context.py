@@ -70,7 +70,7 @@ class DrainingWorkers:
 class StartingWorkers:
     """The workers that have come during the run and do not serve, or not yet. Those that serve are not in it."""
 
-    starting: int = 0  # Number of processes that are being started; they have no names yet.
+    unnamed: int = 0  # Number of processes that are being started; they have no names yet.
     # Names of the workers that are loading the model and then receive the published weights.
     under_way: set[str] = field(default_factory=set)
     # Names of the workers that cannot serve, as loading failed for example, and still occupy a place in the pool.
@@ -219,7 +219,7 @@ class Steps(Protocol):
         """Writes the attempt's first checkpoint and starts evaluations that are due."""
 
     async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
-        """Writes the metrics of `step` with the trainer's `stats`, and starts what is due."""
+        """Writes the metrics of `step` with the trainer's `stats`, starts what is due, and raises earlier errors."""
 
     async def drain(self, ctx: "Context") -> None:
         """Writes the last checkpoint and waits for all evaluations."""

@@ -99,7 +99,10 @@ def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
 
 
 async def work(ctx: Context, slot: Slot, free: Free, tasks: asyncio.TaskGroup) -> None:
-    """Gives the worker batch after batch until it must leave, and starts the scoring of whole groups."""
+    """Gives the worker batch after batch until it must leave, and starts the scoring of whole groups.
+
+    Raises the errors in `LOST`, TicketLost, and the worker's other errors.
+    """
     while (ticket := await next_ticket(ctx, slot)) is not None:
         accepted_tickets = await generate(ctx, slot, together_with(ctx, ticket))
         slot.finished = True

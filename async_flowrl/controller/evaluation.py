@@ -115,7 +115,10 @@ class Evaluations:
 
 
 async def collect(ctx: Context, tickets: list[Ticket], version: int) -> EvaluationResult:
-    """Waits until all tickets are scored, fetches their images and returns the result; lost images are made again."""
+    """Waits until all tickets are scored, fetches their images (lost ones are made again) and returns the result.
+
+    Raises DeadlineExceeded if fetching an image takes too long.
+    """
     images: dict[int, ByteArray] = {}
     while len(images) < len(tickets):
         await ctx.ready.until(lambda: all(ticket.state is State.READY for ticket in tickets))

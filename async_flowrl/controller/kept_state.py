@@ -55,9 +55,10 @@ class KeptStates:
         return None
 
     async def keep(self, ctx: Context, rank: Worker, version: int, controller: Callable[[], Mapping[str, Any]]) -> None:
-        """Starts to fetch the state of `version`, after the one before it has come, whose errors it raises.
+        """Starts to fetch the state of `version`, after the one before it has come.
 
-        `controller` returns the controller's part; it is called when the version is published.
+        `controller` returns the controller's part; it is called when the version is published. Raises the errors of the
+        fetch before: WorkerDied, WorkerFailed, DamagedState or DeadlineExceeded.
         """
         if self._fetching is not None:
             await asyncio.shield(self._fetching)  # `settle` may still wait for it where the caller is cancelled.

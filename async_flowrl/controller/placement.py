@@ -9,18 +9,15 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.deadlines import Deadlines
 from async_flowrl.controller.endpoints import RolloutEndpoint
 from checkpoint_engine import DeliveryOptions
-from checkpoint_engine.transports import OBJECT_STORE
 
 
 class SeparatePools:
     """The controller's view of trainer ranks and rollout workers that share no process."""
 
     endpoint: type[RolloutEndpoint] = RolloutEndpoint  # Receiving end of a rollout worker.
-    loads_rollout_first = False  # Whether the rollout workers load their model before the trainer ranks do.
 
-    def __init__(self, config: Config, transport: str = OBJECT_STORE) -> None:
-        self.config, self.transport = config, transport
-        self.deadlines = Deadlines(config)
+    def __init__(self, config: Config, transport: str, deadlines: Deadlines) -> None:
+        self.config, self.transport, self.deadlines = config, transport, deadlines
 
     def delivery_options(self, stream: str) -> DeliveryOptions:
         """Returns the options with which the versions of `stream` are delivered to the rollout workers."""

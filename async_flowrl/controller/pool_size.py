@@ -56,12 +56,12 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
     """Starts a worker for every seat that becomes free; the seat of one that cannot serve is kept for a pause."""
-    pauses, arrivals = Pauses(), ctx.starting
+    pauses, starting = Pauses(), ctx.starting
     unfilled: list[Any] = []
 
     async def fill(seat: Any) -> Worker | None:
         """Builds the worker of the seat; if that fails, gives the seat back after a pause and returns None."""
-        arrivals.starting += 1
+        starting.unnamed += 1
         try:
             worker = await growth.fill(seat)
         except TURNED_AWAY as error:
@@ -71,7 +71,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
             unfilled.remove(seat)
             return worker
         finally:
-            arrivals.starting -= 1
+            starting.unnamed -= 1
         await asyncio.sleep(pause)
         unfilled.remove(seat)
         await growth.give_back(seat)
@@ -81,20 +81,20 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         """Builds the seat's worker and serves it, or takes it out. Raises SenderLost, SenderFailed, SenderLate."""
         if (worker := await fill(seat)) is None:
             return
-        arrivals.under_way.add(worker.name)
+        starting.under_way.add(worker.name)
         try:
             await admit(ctx, worker, newcomer=True)
         except (SenderLost, SenderFailed):  # Among the errors in TURNED_AWAY, but a trainer rank's death or failure.
             raise
         except TURNED_AWAY as error:
             refuse(ctx, worker.name, error)
-            arrivals.refused.add(worker.name)
-            arrivals.under_way.discard(worker.name)
+            starting.refused.add(worker.name)
+            starting.under_way.discard(worker.name)
             await take_out(ctx, worker, keep_seat=pauses.after_failure())
-            arrivals.refused.discard(worker.name)
+            starting.refused.discard(worker.name)
             return
         pauses.forget()
-        arrivals.under_way.discard(worker.name)
+        starting.under_way.discard(worker.name)
         ctx.observer.event("worker_joined", worker=worker.name, node=worker.node, workers=serving(ctx))
         logger.warning("%s on %s joined: %s", worker.name, worker.node, counted(ctx))
         serve(worker.index)
@@ -165,7 +165,7 @@ async def watch_size(ctx: Context) -> None:
         limit = 2 * seconds if tried else seconds
         if serving(ctx) >= least:
             enough, tried = clock(), False
-        elif ctx.starting.starting or ctx.starting.under_way:
+        elif ctx.starting.unnamed or ctx.starting.under_way:
             tried = True
         elif clock() - enough > limit:
             raise PoolTooSmall(

@@ -126,7 +126,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
 def check_shares(config: Config, path: Path) -> None:
     """Raises ConfigError if the ranks that wrote a checkpoint shared the weights in another way than these will."""
     if not tuning_of(config).whole or config.layout_is_open:
-        return
+        return  # Where shard=auto is still open, the ranks look themselves.
     ranks = config.trainer.num_workers if config.in_shares else None
     try:
         check_ranks(path, json.loads((path / TRAINER).read_text()), ranks)
@@ -137,7 +137,7 @@ def check_shares(config: Config, path: Path) -> None:
 def check_model(config: Config, resume: Resume, info: Mapping[str, Any]) -> Resume:
     """Compares digests of base and schedules with the checkpoint's; returns `resume`, forced ones noted.
 
-    `info` is what a rank reported when it loaded the model. Raises ConfigError without resume=force.
+    `info` is what a rank reported when it loaded the model. Raises ConfigError if they differ without resume=force.
     """
     kinds = {"base_digest": "base weights", "schedules": "noise levels (scheduler_config.json, or diffusers)"}
     for key, what in kinds.items() if resume.path is not None else ():

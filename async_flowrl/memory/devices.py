@@ -158,7 +158,7 @@ def lasting_changes(process: Process, config: Config) -> Iterator[Change]:
     if TRAINER in process.pools:
         if trainer.num_workers > 1 and not trainer.in_one_replica:
             yield {"trainer.shard": "full"}
-        if not trainer.has_replicas:
+        if not trainer.holds_all:
             yield {"trainer.num_workers": 2 * trainer.num_workers}
     if ROLLOUT in process.pools:
         left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]

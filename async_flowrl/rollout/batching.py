@@ -25,7 +25,7 @@ Branch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _VelocityCall:
     """The call of ticket number `index` for the velocity of `latents` [n, ...] at noise levels `sigma` [n]."""
 
     index: int
@@ -40,7 +40,7 @@ class _Asked:
 class _Shared:
     """A policy for the threads of several tickets: `velocity` waits for the common pass, other calls take turns."""
 
-    def __init__(self, policy: PipelinePolicy, waiting: "queue.SimpleQueue[_Asked | int]") -> None:
+    def __init__(self, policy: PipelinePolicy, waiting: "queue.SimpleQueue[_VelocityCall | int]") -> None:
         self._policy, self._waiting = policy, waiting
         self._turn, self._thread = threading.RLock(), threading.local()
 
@@ -55,7 +55,7 @@ class _Shared:
         self, latents: Tensor, sigma: Tensor, positive: Branch, negative: Branch | None, sampling: Sampling
     ) -> Tensor:
         answer: Future[Tensor] = Future()
-        self._waiting.put(_Asked(self._thread.index, latents, sigma, positive, negative, sampling, answer))
+        self._waiting.put(_VelocityCall(self._thread.index, latents, sigma, positive, negative, sampling, answer))
         return answer.result()
 
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
@@ -83,7 +83,7 @@ class BatchingEngine(DiffusersEngine):
     def __init__(self, policy: Policy, **options: Any) -> None:
         """Takes the options of `DiffusersEngine`. Raises ValueError for a policy that is not a `PipelinePolicy`."""
         super().__init__(policy, **options)
-        self._waiting: queue.SimpleQueue[_Asked | int] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_VelocityCall | int] = queue.SimpleQueue()
         self._shared: Any = _Shared(check_shareable(policy), self._waiting)
         self._member = _Member(cast("Policy", self._shared), batch_size=self.batch_size, device=self.device)
         # Single tickets and those of a batch share the cache of prompts.
@@ -124,7 +124,7 @@ class BatchingEngine(DiffusersEngine):
 
     def _serve(self, tickets: int) -> float | None:
         """Answers the tickets until all have ended. Returns the FLOPs per ticket, if they were counted."""
-        calls: list[_Asked] = []
+        calls: list[_VelocityCall] = []
         total: float | None = 0.0
         left = tickets
         while left:
@@ -140,7 +140,7 @@ class BatchingEngine(DiffusersEngine):
                 calls = []
         return None if total is None else total / tickets
 
-    def _answer(self, calls: Sequence[_Asked]) -> float | None:
+    def _answer(self, calls: Sequence[_VelocityCall]) -> float | None:
         branches = [(call.latents.shape, call.positive, call.negative or {}) for call in calls]
         shape = tuple((latents, shapes_by_name(one), shapes_by_name(other)) for latents, one, other in branches)
         try:
@@ -155,7 +155,7 @@ class BatchingEngine(DiffusersEngine):
         return self._meter.flops(shape)
 
 
-def velocities(policy: PipelinePolicy, calls: Sequence[_Asked]) -> list[Tensor]:
+def velocities(policy: PipelinePolicy, calls: Sequence[_VelocityCall]) -> list[Tensor]:
     """Returns the velocity of each call from one forward pass; with guidance, negative prompts follow all prompts.
 
     On CUDA negative prompts of other lengths have a pass of their own, since they would be padded most.

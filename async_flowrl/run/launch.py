@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from async_flowrl.config.check import ConfigError, nccl_obstacle
+from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, load_rollout
@@ -24,7 +23,7 @@ from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.nodes import look_at_nodes
-from async_flowrl.run.pools import as_two, controller_placement, outline, pools
+from async_flowrl.run.pools import as_two, deadlines_of, outline, pools
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, shape, stored_bytes
 from async_flowrl.types import Conditioning, EncoderInput
@@ -151,11 +150,11 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers
     Returns what trainer rank 0 reports, e.g. `base_digest` and `device`. Raises StartError unless the trainer and all
     rollout workers hold the same base weights, and the errors of loading.
     """
-    rollouts, placement = groups[ROLLOUT].workers, controller_placement(config)
+    rollouts = groups[ROLLOUT].workers
     async with asyncio.TaskGroup() as tasks:
         digests = [tasks.create_task(load_rollout(worker, seconds=config.deadlines.load)) for worker in rollouts]
-        if placement.loads_rollout_first:
-            await asyncio.wait(digests)
+        if placement_of(config).together:
+            await asyncio.wait(digests)  # The rollout worker may need the device for text encoders before it is in use.
         trainer = tasks.create_task(load_trainer(config, groups[TRAINER], trainers))
     info = trainer.result()
     for worker, digest in zip(rollouts, digests, strict=True):
@@ -168,9 +167,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
     async with deadline(config.deadlines.load, "load: model of the trainer"):
         # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
-            await join_process_group(
-                group, timeout=controller_placement(config).deadlines.update(MAX_GROUPS_PER_CALL + 2)
-            )
+            await join_process_group(group, timeout=deadlines_of(config).update(MAX_GROUPS_PER_CALL + 2))
         infos: list[dict[str, Any]] = await trainers.all("load", trainers.layout)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
@@ -194,22 +191,18 @@ async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
 
 async def choose_transport(config: Config, sender: Worker) -> str:
     """Returns the run's transport; the trainer's rank `sender` resolves `auto`. ConfigError if it cannot work there."""
+    # A rank is asked, because the controller itself may have neither a GPU nor a torch with CUDA.
     configured = config.checkpoint_engine.transport
     if configured == AUTO and nccl_obstacle(config):
         return OBJECT_STORE
     try:
         async with deadline(config.deadlines.load, f"load: choice of the transport on {sender.name}"):
-            transport: str = await sender.call("async_flowrl.run.launch:transport_here", configured)
+            transport: str = await sender.call("checkpoint_engine.transports:transport_here", configured)
     except WorkerFailed as error:
         if error.kind != ValueError.__name__:
             raise
         raise refusal(error.message) from error
     return transport
-
-
-def transport_here(configured: str) -> str:
-    """Returns the transport that `configured` means in this process. Raises ValueError if it cannot work here."""
-    return resolve_transport(configured, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def refusal(reason: str) -> ConfigError:

@@ -64,7 +64,7 @@ def facts(request: FactsRequest) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Machine:
-    """One node with its `facts` (facts.py). `store` is its object store in bytes; 0 if the run starts Ray itself."""
+    """One node with the result of `facts`. `store` is its object store in bytes; 0 if the run starts Ray itself."""
 
     name: str
     facts: Mapping[str, Any]

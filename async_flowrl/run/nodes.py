@@ -60,9 +60,11 @@ def runs(numbers: list[int]) -> list[str]:
 
 
 async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Writes a file into the run directory and has one worker of every node look for it."""
-    # A node with trainer ranks that does not see it is a ConfigError, because they write and read checkpoints there.
-    # Other workers write only their logs there, so for their nodes a warning is logged.
+    """Writes a file into the run directory and has one worker of every node look for it.
+
+    Raises ConfigError for a node with trainer ranks that does not see it, and logs a warning for others.
+    """
+    # Trainer ranks write and read checkpoints there, other workers only their logs.
     one_each: dict[str, tuple[Worker, str]] = {}
     for group in sorted(groups.values(), key=lambda group: group.spec.name != TRAINER):
         for worker in group.workers:

@@ -82,10 +82,12 @@ class Run:
 
 
 async def train_with_recovery(run: Run, resume: Resume) -> Context:
-    """Trains to the end, or until the run is asked to stop, and recovers from the deaths of trainer ranks."""
-    # Raises WorkerDied or WorkerFailed after more than `limits.recoveries` recoveries in a row without a step that had
-    # not been trained before, for a failure without a dead trainer rank, and for any death after the run was asked to
-    # stop, because the request may come with the end of the whole machine.
+    """Trains to the end, or until the run is asked to stop, and recovers from the deaths of trainer ranks.
+
+    Raises WorkerDied or WorkerFailed after `limits.recoveries` recoveries in a row without a new step, for a failure
+    without a dead rank, and for any death after the run was asked to stop.
+    """
+    # The request to stop may come with the end of the whole machine.
     left, furthest = run.prepared.config.limits.recoveries, resume.version
     dead: list[str] = []
     while True:
@@ -147,9 +149,11 @@ async def dead_ranks(trainers: TrainerGroup) -> list[str]:
 
 
 async def recover(run: Run, before: Resume) -> Resume:
-    """Starts new trainer ranks with the newest state; rollout workers keep the base model and drop all versions."""
-    # `before` is the point at which the ended attempt began; it is used again if nothing was kept since. Raises
-    # StartError if the base weights differ.
+    """Starts new trainer ranks with the newest state; rollout workers keep the base model and drop all versions.
+
+    `before`, where the ended attempt began, is used again if nothing was kept since. Raises StartError if the base
+    weights differ.
+    """
     config, trainer = run.prepared.config, run.groups[TRAINER]
     await together(*(trainer.replace(worker.index) for worker in list(trainer.workers)))
     ranks = loaders(trainers=trainer.workers)
@@ -179,7 +183,7 @@ async def recover(run: Run, before: Resume) -> Resume:
 def newest_state(run: Run, before: Resume) -> Resume:
     """Returns the newest of the kept state, the undamaged checkpoints and `before`.
 
-    Raises DamagedCheckpoint if none.
+    Raises DamagedCheckpoint if there are only damaged checkpoints and no kept state.
     """
     kept, evaluations = run.kept.newest(), run.ledgers.evaluations
     try:

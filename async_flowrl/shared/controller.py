@@ -12,7 +12,6 @@ from async_flowrl.controller.endpoints import RolloutEndpoint
 from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.types import POLICY
 from checkpoint_engine import RING, Ack, DeliveryOptions, Header
-from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import Worker
 from separation.supervise import DeadlineExceeded, deadline, supervised
 
@@ -23,8 +22,9 @@ UNLIMITED_FAN_OUT = 1 << 30
 class SharedDeadlines(Deadlines):
     """Deadlines of calls that wait for each other in one process.
 
-    A ticket may wait for training and training for a ticket. Each deadline is longer than that of the call it may have
-    to wait for, so that the error names the call that hangs and not the one that waits for it.
+    A ticket may wait for training and training for a ticket. `generate` is longer than `update`, and `update` is longer
+    than `_hung` needs to find a ticket that hangs. So the deadline of the call that hangs passes before that of the
+    call that waits for it, and the error names the one that hangs.
     """
 
     def generate(self, tickets: int) -> float:
@@ -82,11 +82,9 @@ class SharedPool(SeparatePools):
     """The controller's view of processes that sample and train: rollout worker i and trainer rank i are one process."""
 
     endpoint = LocalVersions
-    loads_rollout_first = True  # A rollout worker may need the device for text encoders before it is in use.
 
-    def __init__(self, config: Config, transport: str = OBJECT_STORE) -> None:
-        super().__init__(config, transport)
-        self.deadlines = SharedDeadlines(config)
+    def __init__(self, config: Config, transport: str, deadlines: Deadlines) -> None:
+        super().__init__(config, transport, deadlines)
         self.training = set[int]()
 
     def delivery_options(self, stream: str) -> DeliveryOptions:

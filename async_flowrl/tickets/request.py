@@ -219,9 +219,10 @@ def _length(prompt: Prompt) -> tuple[bool, int]:
 
 
 def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]) -> list[Ticket]:
-    """Returns the `size` tickets, of any state, made in one call with the training ticket `ticket`.
+    """Returns the tickets, of any state, made in one call with the training ticket `ticket`, itself included.
 
-    `order` has the groups of its step in the order in which batches take them.
+    They are `size`, or those that are left at the end of the step. `order` has the groups of its step in the order in
+    which batches take them.
     """
     per_group = table.shape.tickets_per_group
     index = order.index(ticket.group) * per_group + ticket.slice_index

@@ -166,7 +166,7 @@ class ShardSum(ExactSum):
     such sums are added as integers. So no order of arrival changes a bit of the total; another number of ranks does.
     """
 
-    def record_zero(self, largest: float) -> None:
+    def book_magnitude(self, largest: float) -> None:
         """Enters a sum to which this rank's part did not contribute; `largest` is what `add` returned, and finite."""
         self._account = self._account.joined(Account(magnitude=magnitude(largest)))
 

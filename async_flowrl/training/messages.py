@@ -233,7 +233,7 @@ _COUNTS = {"kept", "nonzero", *(name for pair in _SHARES.values() for name in pa
 def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
     """Returns the statistics of the whole step, summed by group and part, so that the number of ranks changes nothing.
 
-    Spans are the first rank's; without trained parts all are. `ranks` has at least one.
+    Spans, and without trained parts all statistics, are the first rank's. `ranks` has at least one.
     """
     waits = [stats.waited for stats in ranks if stats.waited is not None]
     first = replace(ranks[0], waited=max(waits, default=None))

@@ -54,25 +54,25 @@ def cut(selected: Sequence[int], samples: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(selected[start : start + samples]) for start in range(0, len(selected), samples))
 
 
-def parts_of(metas: Sequence[GroupMeta], own: RankPosition) -> list[Part]:
+def parts_of(metas: Sequence[GroupMeta], place: RankPosition) -> list[Part]:
     """Returns the parts that this rank computes of the groups of one call, in order.
 
-    The ranks of a replica gather the base together, so they need equal numbers of parts (with `own.by_group` in each
+    The ranks of a replica gather the base together, so they need equal numbers of parts (with `place.by_group` in each
     group): a rank with fewer repeats its last part or computes another's, which does not count. Raises ValueError for
     bad owners.
     """
-    positions = [[position] for position in range(len(metas))] if own.by_group else [list(range(len(metas)))]
-    return [part for together in positions for part in _side_by_side(metas, together, own)]
+    positions = [[position] for position in range(len(metas))] if place.by_group else [list(range(len(metas)))]
+    return [part for together in positions for part in _side_by_side(metas, together, place)]
 
 
-def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], rank_position: RankPosition) -> list[Part]:
+def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], place: RankPosition) -> list[Part]:
     """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
-    by_rank: dict[int, list[Part]] = {rank: [] for rank in rank_position.replica}
+    by_rank: dict[int, list[Part]] = {rank: [] for rank in place.replica}
     for position in positions:
-        for part, owner in enumerate(_owners(metas[position], rank_position)):
+        for part, owner in enumerate(_owners(metas[position], place)):
             if owner in by_rank:
                 by_rank[owner].append(Part(position, part))
-    longest, mine = max(by_rank.values(), key=len), by_rank[rank_position.rank]
+    longest, mine = max(by_rank.values(), key=len), by_rank[place.rank]
     fill = mine[-1:] * (len(longest) - len(mine)) if mine else longest
     return mine + [Part(part.group, part.part, counts=False) for part in fill]
 
@@ -83,21 +83,21 @@ def tickets_of(meta: GroupMeta, parts: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({image // images for part in parts for image in meta.parts[part]}))
 
 
-def tickets_for(metas: Sequence[GroupMeta], own: RankPosition) -> tuple[tuple[int, ...], ...]:
+def tickets_for(metas: Sequence[GroupMeta], place: RankPosition) -> tuple[tuple[int, ...], ...]:
     """Returns for each group of a call the positions of the tickets whose trajectories this rank needs."""
-    parts = parts_of(metas, own)
+    parts = parts_of(metas, place)
     return tuple(
         tickets_of(meta, (part.part for part in parts if part.group == position)) for position, meta in enumerate(metas)
     )
 
 
-def _owners(meta: GroupMeta, position: RankPosition) -> Sequence[int]:
+def _owners(meta: GroupMeta, place: RankPosition) -> Sequence[int]:
     count = len(meta.parts)
     if not meta.owners:
-        return [position.rank] * count
-    if len(meta.owners) != count or not all(0 <= owner < position.size for owner in meta.owners):
+        return [place.rank] * count
+    if len(meta.owners) != count or not all(0 <= owner < place.size for owner in meta.owners):
         raise ValueError(
-            f"group {meta.group} has {count} parts for {position.size} ranks, its owners are {list(meta.owners)}"
+            f"group {meta.group} has {count} parts for {place.size} ranks, its owners are {list(meta.owners)}"
         )
     return meta.owners
 
@@ -247,7 +247,7 @@ def groups_of(
     metas: Sequence[GroupMeta],
     trajectories: Sequence[Trajectory],
     tickets: Sequence[Sequence[int]],
-    rank_position: RankPosition,
+    place: RankPosition,
     device: torch.device,
 ) -> Iterator[tuple[Group, list[Part]]]:
     """Yields the groups of a call of which this rank computes parts, with these parts.
@@ -261,6 +261,6 @@ def groups_of(
             f"{len(metas)} groups have {sum(map(len, held))} tickets, got {len(trajectories)} trajectories"
         )
     starts = list(accumulate(map(len, held), initial=0))
-    for position, of_group in groupby(parts_of(metas, rank_position), key=lambda part: part.group):
+    for position, of_group in groupby(parts_of(metas, place), key=lambda part: part.group):
         given = trajectories[starts[position] : starts[position + 1]]
         yield Group(metas[position], given, device=device, held=held[position]), list(of_group)

@@ -173,8 +173,9 @@ def shorten(
 ) -> tuple[ByStep, float]:
     """Scales the step from `before` to `values`, in place, until the sum of its KL is at most `limit` (nats per image).
 
-    Returns `measure`'s result for the scaled step, and the share that is kept: 0 after MAX_SCALINGS or for a KL that
-    stays infinite. `kl_by_step` is of the whole step; `room` is memory of the size of `values`, or None.
+    `kl_by_step` is the result of `measure` for the whole step; `room` is memory of the size of `values`, or None.
+    Returns the result for the scaled step, and the share that is kept. If MAX_SCALINGS are not enough, or the KL stays
+    infinite or NaN, the step is undone.
     """
     full, scale = torch.sub(values, before, out=room), 1.0
     for _ in range(MAX_SCALINGS):

@@ -163,7 +163,7 @@ class Update:
             if part.counts:
                 self._book(step, group, part, values, of_part.rows)
             elif isinstance(self._sum, ShardSum):
-                self._sum.record_zero(values[GRADIENT])
+                self._sum.book_magnitude(values[GRADIENT])
 
     def _computed(self, group: Group, part: Part, *, probing: bool, reported: bool) -> PartSums | None:
         """Computes one part, adds its gradient to the sum, and returns its statistics (None if it does not count).
@@ -237,7 +237,8 @@ class Update:
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
         """Adds up the sums of all ranks, which all must call it; `overflow` in the result: the step must begin again.
 
-        `trajectories` are those of the probe. Raises RuntimeError if a planned part is not in the sum exactly once.
+        No weight changes. `trajectories` are those of the probe. Raises RuntimeError if a planned part is not in the
+        sum exactly once, and for a request of another attempt.
         """
         step, plan, measured = self._begun("add_up"), self._plan, self._measured
         if request.attempt != plan.attempt:
@@ -264,8 +265,9 @@ class Update:
     def take_step(self) -> UpdateStats:
         """Clips the mean of the summed gradients and takes the optimizer step, without waiting for other replicas.
 
-        A step with no group to train on leaves the weights: Adam's momentum would still move them. Raises
-        NonFiniteError before any weight changes, and RuntimeError if `add_up` was not called.
+        A step with no group to train on leaves the weights as they are, though Adam's momentum would move them even
+        with a gradient of zero. Raises NonFiniteError before any weight changes, and RuntimeError if `add_up` was not
+        called.
         """
         if self.under_way is None or not self._summed:
             raise RuntimeError("take_step was called before add_up")

@@ -88,7 +88,7 @@ class Versions:
             del self.retained[old]
 
     def keep(self, stream: str, version: int) -> None:
-        """Copies `version` of a stream, if it is still retained, to host memory until `release`."""
+        """Copies `version` of the policy, if it is retained, or the present EMA to host memory until `release`."""
         source = self.ema if stream == EMA else self.retained.get(version)
         if source is not None and (stream, version) not in self._kept:
             self._kept[stream, version] = source.to("cpu", copy=True)

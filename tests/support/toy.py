@@ -23,6 +23,7 @@ from async_flowrl.run.recovery import build_context
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Prompt
+from checkpoint_engine.transports import OBJECT_STORE
 from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, World, no_fault
 from tests.support.toy_reward import ToyReward
@@ -215,7 +216,9 @@ def toy_context(
     algorithm = build_algorithm(config)
     prompts = [Prompt(index, text) for index, text in enumerate(texts)]
     requests, trainers = RequestBuilder(config, prompts, prompts[:2]), TrainerGroup(groups["trainer"], algorithm)
-    return build_context(requests, groups, trainers, observer, steps, controller_placement(config), base_digest="toy")
+    return build_context(
+        requests, groups, trainers, observer, steps, controller_placement(config, OBJECT_STORE), base_digest="toy"
+    )
 
 
 def virtual(

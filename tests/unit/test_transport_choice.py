@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.run.launch import choose_transport, transport_here
+from async_flowrl.run.launch import choose_transport
+from checkpoint_engine.transports import transport_here
 from separation.group import Worker, WorkerFailed
 
 
@@ -35,7 +36,7 @@ def test_the_trainer_is_asked_whatever_the_controller_sees(monkeypatch: pytest.M
         monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_here: seen)
         sender = Sender("nccl")
         assert choose(sender, "checkpoint_engine.transport=auto") == "nccl"
-        assert sender.asked == [("async_flowrl.run.launch:transport_here", "auto")]
+        assert sender.asked == [("checkpoint_engine.transports:transport_here", "auto")]
 
 
 def test_auto_is_the_object_store_where_workers_share_a_device() -> None:
