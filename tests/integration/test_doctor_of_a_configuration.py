@@ -6,7 +6,7 @@ import pytest
 
 from async_flowrl import main as program
 from async_flowrl.cli import doctor
-from async_flowrl.config.check import ConfigError
+from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import compose_config
 from async_flowrl.memory.footprints import plan_memory
 from async_flowrl.memory.host import PoolProcesses
@@ -43,12 +43,13 @@ def test_what_cannot_start_is_named_and_is_the_exit_code(tmp_path: Path, capsys:
     assert said.endswith("this configuration cannot start here: 1 of 1 checks failed\n")
 
 
-def test_preflight_refuses_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_refuses_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(told, "free_memory", lambda: 1_000_000)
     config = compose_config("sync", [*LOCAL, "preflight=true", f"output_dir={tmp_path / 'run'}"])
-    with pytest.raises(ConfigError) as refusal:
-        program.train(config, {})
-    said = str(refusal.value)
+    assert program.train(config, {}) == exit_codes.CONFIG
+    said = capsys.readouterr().err
     assert "preflight: 2 of" in said and "  failed   memory: " in said and "  failed   object store: " in said
     assert not (tmp_path / "run").exists()
 
