@@ -17,7 +17,7 @@ from typing import Any
 
 from async_flowrl.config.check import sharing_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.placement import PLACEMENTS, placement_of
+from async_flowrl.config.placement import placement_of, recorded_placement
 from async_flowrl.config.pools import reward_pools, workers_key
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.observability.events import Event, effective, read_events
@@ -58,7 +58,7 @@ class Split:
 
     @property
     def together(self) -> bool:
-        return PLACEMENTS[self.placement].together
+        return recorded_placement(self.placement).together
 
 
 def measured(run: Path) -> tuple[Config, Measured]:
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error("one of --memory, --fit, --rehearse and --from-run RUN_DIR is needed")
     config, took = measured(options.from_run.expanduser())
     now = present(config, took)
-    present_devices = PLACEMENTS[now.placement].devices(now.trainer, now.rollout)
+    present_devices = recorded_placement(now.placement).devices(now.trainer, now.rollout)
     devices = options.devices or (sum(options.split) if options.split else present_devices)
     candidates = splits(took, config, devices, options.split)
     sentences = advice(config, took, candidates)

@@ -71,9 +71,9 @@ def _sizes(config: Config) -> Iterator[str]:
 
 
 def _placement(config: Config) -> Iterator[str]:
-    if config.runtime.backend == "local" and (ranks := config.trainer.num_workers) > 1:
+    if config.runtime.in_threads and (ranks := config.trainer.num_workers) > 1:
         yield f"runtime.backend=local has one process, which holds one trainer rank, got trainer.num_workers={ranks}"
-    if config.runtime.backend == "local" and config.runtime.numa_binding:
+    if config.runtime.in_threads and config.runtime.numa_binding:
         yield "runtime.numa_binding=true binds processes, and local workers are threads of one: use runtime.backend=ray"
 
 
@@ -96,7 +96,7 @@ def _devices(config: Config) -> Iterator[str]:
 
 def _trainer(config: Config) -> Iterator[str]:
     trainer, rollout = config.trainer, config.rollout
-    if trainer.cpu_offload and trainer.shard == "none":
+    if trainer.cpu_offload and trainer.holds_all:
         yield "trainer.cpu_offload=true is FSDP2's, which shards the base: set trainer.shard to full or auto, got none"
     spread = [("trainer", "a trainer rank", trainer.gpus_per_worker)]
     if rollout.engine != "vllm_omni":
@@ -120,12 +120,12 @@ def _tune(config: Config) -> Iterator[str]:
             f"lora.path={config.lora.path} is for tune=lora: to start tune=full at a LoRA, write it into a model's "
             "weights (async-flowrl export … --merged) and give that folder as model.path"
         )
-    if trainer.shard == "hybrid":
+    if trainer.is_hybrid:
         yield "tune=full needs trainer.shard=none (each rank holds all) or full; trainer.shard=hybrid is for tune=lora"
     if trainer.cpu_offload:
         yield "trainer.cpu_offload=true offloads a frozen base, and tune=full has none: set it to false"
     if config.rollout.engine != "diffusers":
-        yield f"tune=full delivers whole weights, for rollout.engine=diffusers alone, got {config.rollout.engine}"
+        yield f"tune=full needs rollout.engine=diffusers, which alone takes whole weights, got {config.rollout.engine}"
 
 
 def _reward_pools(config: Config) -> Iterator[str]:
@@ -162,12 +162,12 @@ def _environment(config: Config) -> Iterator[str]:
 def _engine(config: Config) -> Iterator[str]:
     if config.rollout.engine != "vllm_omni":
         return
-    if config.runtime.backend != "ray":
-        yield f"rollout.engine=vllm_omni needs runtime.backend=ray, got {config.runtime.backend}"
+    if config.runtime.in_threads:
+        yield "rollout.engine=vllm_omni needs a process for each worker (runtime.backend=ray), got local"
     if config.model.weights != "files":
         yield "rollout.engine=vllm_omni reads a model's files, so it needs model.weights=files, got random"
-    if config.placement != "separate":
-        yield f"rollout.engine=vllm_omni needs placement=separate, got {config.placement}"
+    if config.placement == SHARED:
+        yield "rollout.engine=vllm_omni keeps its device for itself, so it needs placement=separate, got shared"
     if config.rollout.compile:
         yield "rollout.compile=true is for rollout.engine=diffusers: the adapters of vllm_omni break compiled graphs"
     if config.rollout.text_encoder == "cached":
@@ -294,7 +294,10 @@ def _shared(config: Config) -> Iterator[str]:
             f"trainer.shard must be none or auto without trainer.cpu_offload, got {value}"
         )
     if rollout.elastic:
-        yield "placement=shared has a fixed number of processes: leave rollout.min_workers and rollout.max_workers out"
+        yield (
+            "placement=shared has as many rollout workers as trainer ranks all the time: leave rollout.min_workers and "
+            "rollout.max_workers out"
+        )
     if (transport := config.checkpoint_engine.transport) not in ("object_store", "auto"):
         must = "checkpoint_engine.transport must be object_store or auto"
         yield f"placement=shared sends no versions, as each worker makes them itself: {must}, got {transport}"
@@ -322,7 +325,7 @@ def _node(config: Config) -> Iterator[str]:
         if per_node is None:
             continue
         setting = f"{pool}.workers_per_node={per_node}"
-        if config.runtime.backend == "local":
+        if config.runtime.in_threads:
             yield f"{setting} places processes on nodes, and runtime.backend=local has threads of one process"
         if workers % per_node:
             least, most = max(1, workers // per_node) * per_node, -(-workers // per_node) * per_node
@@ -333,7 +336,7 @@ def _node(config: Config) -> Iterator[str]:
             yield f"{setting} with {nodes}, {ONE_MACHINE}"
     trainer = config.trainer
     size, per_node = trainer.shard_size, trainer.workers_per_node
-    if trainer.shard == "hybrid" and size and per_node and per_node % size:
+    if trainer.is_hybrid and size and per_node and per_node % size:
         yield (
             f"trainer.shard_size={size} must divide trainer.workers_per_node={per_node}: ranks that hold the base "
             "between them would sit on two nodes"
@@ -353,7 +356,7 @@ def _elastic(config: Config) -> Iterator[str]:
         yield f"rollout.min_workers={least} must be at most rollout.num_workers={workers}, the planned size"
     if most < workers:
         yield f"rollout.max_workers={most} must be at least rollout.num_workers={workers}, the planned size"
-    if config.runtime.backend == "local":
+    if config.runtime.in_threads:
         yield f"{setting} follows the nodes of a cluster, and runtime.backend=local has threads of one process"
     if config.runtime.address is None:
         yield f"{setting} follows the nodes of a cluster, {ONE_MACHINE}"
@@ -367,9 +370,9 @@ def nccl_obstacle(config: Config) -> str | None:
     # in which two processes use the same one ("Duplicate GPU detected"). Whether NCCL is installed is checked
     # elsewhere.
     trainer, rollout = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
-    if config.runtime.backend == "local":
+    if config.runtime.in_threads:
         return "runtime.backend=local has all workers in one process"
-    if config.placement == "shared":
+    if config.placement == SHARED:
         return "with placement=shared no weights are sent: each worker trains the weights that it samples with"
     if config.versions_on_host:
         return "rollout workers keep their versions in host memory (rollout.versions_on)"

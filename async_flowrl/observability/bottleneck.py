@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from async_flowrl.config.placement import PLACEMENTS
+from async_flowrl.config.placement import recorded_placement
 from async_flowrl.config.pools import is_reward_pool, workers_key
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
@@ -22,7 +22,7 @@ SPLIT = "async-flowrl plan --from-run says which split of the devices would be f
 
 def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str | None) -> str:
     """The sentence about a run: its tracks (timeline.py), its events, and its setting `placement`."""
-    together = PLACEMENTS[placement].together
+    together = recorded_placement(placement).together
     if together:
         # Since it was last resumed: before that, nobody had anything to do for as long as it was not running.
         workers, history = by_device(workers), last_attempt(history)[1]

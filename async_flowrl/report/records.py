@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from async_flowrl.config.curves import REWARD
 from async_flowrl.config.messages import parsed
-from async_flowrl.config.placement import PLACEMENTS
+from async_flowrl.config.placement import recorded_placement
 from async_flowrl.observability.evaluations import TRAINED, Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window
 from async_flowrl.observability.intervals import Interval
@@ -69,7 +69,7 @@ class Records:
     @property
     def shared(self) -> bool:
         """True if the run's processes sample and train (`placement=shared`)."""
-        return PLACEMENTS[self.setting("placement")].together
+        return recorded_placement(self.setting("placement")).together
 
     @cached_property
     def tracks(self) -> list[Track]:
@@ -109,7 +109,7 @@ def read_run(root: Path) -> Records:
     evaluations = _distinct(read_evaluations(root / "evaluations.jsonl"))
     config = _config(root / "config.yaml")
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
-    skipped = (VERSION, *NO_REWARD) if PLACEMENTS[config.get("placement")].together else (TICKET, VERSION)
+    skipped = (VERSION, *NO_REWARD) if recorded_placement(config.get("placement")).together else (TICKET, VERSION)
     events = root / "events.jsonl"
     return Records(
         root=root,
