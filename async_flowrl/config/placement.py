@@ -29,7 +29,6 @@ SEPARATE_POOLS = Placement(together=False, pools=(TRAINER, ROLLOUT))
 ONE_POOL = Placement(together=True, pools=(SHARED,), note="; each of shared samples and trains")
 
 
-
 def placement_of(config: Config) -> Placement:
     """Returns what follows from the configuration's `placement`."""
     return recorded_placement(config.placement)
