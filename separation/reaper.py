@@ -17,7 +17,7 @@ from types import FrameType
 import psutil
 
 POLL_SECONDS = 0.1  # Interval of the checks whether the parent lives and the program runs.
-KILL_ROUNDS = 100  # Largest number of times that remaining descendants are killed.
+KILL_SECONDS = 10.0  # Longest time for which remaining descendants are killed again and again.
 # Options of Linux's prctl: a signal at the parent's death, and becoming the parent of orphaned descendants.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -74,9 +74,8 @@ def _end_in_order(program: "subprocess.Popen[bytes]", grace: float) -> None:
 
 def _kill_all() -> None:
     # Until there are none, because one may start another meanwhile.
-    for _ in range(KILL_ROUNDS):
-        if not (processes := _descendants()):
-            return
+    end = time.monotonic() + KILL_SECONDS
+    while (processes := _descendants()) and time.monotonic() < end:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -107,18 +107,18 @@ class TrainerEndpoint:
         return reference
 
     async def _all(self, method: str, *arguments: Any, lane: str = PUBLISHING) -> list[Any]:
-        return await self._together(method, [rank.call(method, *arguments, lane=lane) for rank in self._ranks])
+        return await self._together(method, lambda rank: rank.call(method, *arguments, lane=lane))
 
-    async def _together(self, method: str, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    async def _together(self, method: str, call: Callable[[Worker], Coroutine[Any, Any, Any]]) -> list[Any]:
         waiting = [rank.name for rank in self._ranks]
 
-        async def answered(name: str, call: Coroutine[Any, Any, Any]) -> Any:
-            answer = await call
-            waiting.remove(name)
+        async def answered(rank: Worker) -> Any:
+            answer = await call(rank)  # made here, as a task that is cancelled before it begins would never await it
+            waiting.remove(rank.name)
             return answer
 
         async with self._answers(waiting, method):
-            return await together(*(answered(rank.name, call) for rank, call in zip(self._ranks, calls, strict=True)))
+            return await together(*(answered(rank) for rank in self._ranks))
 
     def _answers(self, waiting: Sequence[str], method: str) -> AbstractAsyncContextManager[None]:
         return answers_of(waiting, method, self._config.deadlines.publish)
@@ -179,9 +179,13 @@ class GatheredEndpoint(TrainerEndpoint):
 
     async def _recall(self, version: int) -> Any:
         method, arguments = "sender.recall", (version, self._stream)
-        others = [rank.call(method, *arguments) for rank in self._ranks[1:]]
-        first = self._first.call_split(method, *arguments, returns=2)
-        answers = await self._together(method, [first, *others])
+
+        def recalled(rank: Worker) -> Coroutine[Any, Any, Any]:
+            if rank is self._first:
+                return rank.call_split(method, *arguments, returns=2)
+            return rank.call(method, *arguments)
+
+        answers = await self._together(method, recalled)
         return answers[0][1][0]
 
     async def _keep(self, version: int, *, lane: str) -> None:

@@ -1,4 +1,8 @@
-"""Files of trained weights, either a LoRA or a whole transformer: saves a run's weights, loads them into a pipeline."""
+"""What is done with files of trained weights, which hold a LoRA or a whole transformer.
+
+`check` says whether a path has such weights, `apply` loads them into a diffusers pipeline, and `save_whole` writes a
+transformer. A LoRA is written and read as a file by lora_file.py.
+"""
 
 import inspect
 import logging

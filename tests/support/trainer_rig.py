@@ -3,6 +3,7 @@
 `Sampler.group` makes a group by real rollouts, and `update` trains a `trainer` on groups.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -124,7 +125,8 @@ class Sampler:
 
 
 def read_only(trajectory: Trajectory) -> Trajectory:
-    """Makes the arrays read-only, as they are when they come out of Ray's object store, and returns the trajectory."""
+    """Returns a copy whose arrays are read-only, as they are when they come out of Ray's object store."""
+    trajectory = deepcopy(trajectory)  # The engine's cache has the arrays of the conditioning, too.
     arrays = (trajectory.latents, trajectory.log_probs, trajectory.sigmas, *trajectory.conditioning.values())
     for array in arrays:
         array.flags.writeable = False
