@@ -68,15 +68,15 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
 
     `hydra_record`: file → text of `.hydra/`; `workers`: classes of tests and benchmarks in place of the run's own.
     """
-    from async_flowrl.run.early import refuse_early
+    from async_flowrl.run.precheck import precheck
 
-    refuse_early(config)
+    checked_config = precheck(config)
     from async_flowrl.run.stopping import sigterm_ends
 
     with sigterm_ends():
         from async_flowrl.run.job import run
 
-        return run(config, hydra_record, workers or {})
+        return run(checked_config, hydra_record, workers or {})
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:

@@ -30,6 +30,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.seeds import derive, generator
 from async_flowrl.tickets.arithmetic import shape
@@ -93,7 +94,7 @@ def deliver(worker: RolloutWorker) -> None:
 
 def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, out: Path) -> list[Found]:
     """Measures one engine in the current process, once per way, and writes its results into the folder `out`."""
-    prepared = prepare(configuration(engine, overrides))
+    prepared = prepare(precheck(configuration(engine, overrides)))
     config, asked = prepared.config, requests(prepared, tickets)
     torch.set_num_threads(config.rollout.threads)
     began = time.monotonic()
@@ -191,7 +192,7 @@ def compare(given: argparse.Namespace, out: Path) -> str:
     """
     engines = given.engine or list(ENGINES)
     for engine in engines:
-        requests(prepare(configuration(engine, given.overrides)), given.tickets)
+        requests(prepare(precheck(configuration(engine, given.overrides))), given.tickets)
         if engine == "vllm_omni":
             from async_flowrl.rollout.vllm_omni.settings import check_installed
 

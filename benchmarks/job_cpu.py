@@ -19,6 +19,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.lora import targeted_modules
 from async_flowrl.policies.pipeline_family import quiet
 from async_flowrl.policies.registry import DTYPES, load_policy
+from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from benchmarks.bare import Bare
@@ -51,7 +52,7 @@ def done(folder: Path) -> int:
 def bare(steps: int, overrides: Sequence[str]) -> float:
     """Returns the CPU seconds per step of the bare loop in this process."""
     torch.set_num_threads(1)
-    prepared = prepare(compose_config("one_step_off", [*QUIET, "output_dir=nowhere", *overrides]))
+    prepared = prepare(precheck(compose_config("one_step_off", [*QUIET, "output_dir=nowhere", *overrides])))
     config, count = prepared.config, trained_steps(prepared.config)
     policy = load_policy(prepared.model, dtype=prepared.model.dtype, device="cpu", parts="structure")
     targets, dtype = list(targeted_modules(policy.transformer, config.lora, policy)), DTYPES[config.model.dtype]

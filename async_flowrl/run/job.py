@@ -42,6 +42,7 @@ from async_flowrl.run.launch import (
     send_negatives,
 )
 from async_flowrl.run.nodes import ready_nodes
+from async_flowrl.run.precheck import CheckedConfig
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
 from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, sigterm_asks, time_limited
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(
-    config: Config,
+    config: CheckedConfig,
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     workers: Workers = OUR_OWN,
 ) -> int:

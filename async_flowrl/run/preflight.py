@@ -22,6 +22,7 @@ from async_flowrl.run.launch import check_machine
 from async_flowrl.run.machines import GB, GIB, FactsRequest, Machine, facts
 from async_flowrl.run.nodes import OUR_CODE, marked
 from async_flowrl.run.pools import pools
+from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from separation.cluster_probe import Survey, survey
 from separation.group import VISIBLE_DEVICES, PoolSpec
@@ -37,7 +38,7 @@ START = "start a cluster (ray start --head), or leave runtime.address out for on
 def configuration_findings(config: Config, least_nodes: int = 1) -> Iterator[Finding]:
     """Yields the findings on a configuration, then on the machines, until a failure leaves nothing more to check."""
     try:
-        prepared = prepare(config, whole=True)
+        prepared = prepare(precheck(config), whole=True)
     except ConfigError as error:
         yield failed("configuration", error, REFUSED)
         return

@@ -30,7 +30,7 @@ from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
 from async_flowrl.rewards.registry import check_rewards, prompt_check, resolve_term
 from async_flowrl.rewards.served import term_key
 from async_flowrl.rollout.vllm_omni.settings import check_model
-from async_flowrl.run.early import refuse_early
+from async_flowrl.run.precheck import CheckedConfig
 from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling
 from async_flowrl.types import Sampling
@@ -77,14 +77,14 @@ class Prepared:
         return at_size(self.config, self.sizes[-1])
 
 
-def prepare(config: Config, *, whole: bool = False) -> Prepared:
-    """Checks a configuration and returns the run's parts. Raises ConfigError, with one sentence, for the first mistake.
+def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
+    """Makes the remaining checks and returns the run's parts. Raises ConfigError, with one sentence, for a mistake.
 
     In the configuration that is returned, `model.dtype` is the dtype in which the run computes instead of `auto`, and
     `epochs` is applied to `total_steps`. `whole` is as for `check_loading`.
     """
     try:
-        refuse_early(config)
+        config: Config = checked
         algorithm = build_algorithm(config)
         check_batching(config)
         check_tickets_per_batch(config)

@@ -17,6 +17,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
@@ -62,7 +63,7 @@ def others(task: Task) -> None:
 def measured(task: Task, *further: str, title: str = "", model: str = "qwen_image") -> None:
     """Says plan, peak and speed of both pools. The peak is not ok if it exceeds the plan with its margin."""
     words = [*settings(sizes_here(), model), "placement=separate", *further, *task.words]
-    prepared = prepare(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"]))
+    prepared = prepare(precheck(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"])))
     plan = plan_memory(prepared.at_largest)
     count = prepared.config.prompts_per_step * prepared.config.group_size
     rollout, trajectories, negatives = rolled_out(prepared, ROUNDS)

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from async_flowrl import main
 from async_flowrl.config.compose import compose_config
-from async_flowrl.run.job import run as run_config
 from benchmarks.disturbed import split, workers
 from tests.integration.gates import first_ticket_last
 
@@ -111,7 +111,7 @@ def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
     disturbance, settings = split(overrides)
     config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *settings])
-    assert run_config(config, workers=workers(disturbance)) == code
+    assert main.train(config, {}, workers(disturbance)) == code
     return Run(folder)
 
 

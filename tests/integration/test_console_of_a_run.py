@@ -8,8 +8,7 @@ import pytest
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import composed, typed
-from async_flowrl.main import record
-from async_flowrl.run.job import run as run_config
+from async_flowrl.main import record, train
 from benchmarks.disturbed import split, workers
 from tests.integration.runs import LOCAL, ROOT
 
@@ -19,7 +18,7 @@ def run(*overrides: str) -> int:
     disturbance, settings = split(overrides)
     values = composed("one_step_off", [*LOCAL, *settings])
     config = typed(values)
-    return run_config(config, record(values, values.hydra, config.output_dir), workers=workers(disturbance))
+    return train(config, record(values, values.hydra, config.output_dir), workers(disturbance))
 
 
 def test_the_screens_of_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import compose_config
-from async_flowrl.run.job import run as run_config
+from async_flowrl.main import train
 from tests.integration.runs import LOCAL
 
 REWARD = "def mean(images, prompt):\n    return [float(image.mean()) / 255 for image in images]\n"
@@ -19,7 +19,7 @@ def go(folder: Path, *overrides: str) -> int:
     own = "reward.terms={mean: {name: 'bright_inputs:mean'}}"
     prompts = (f"data.train={folder / 'train.txt'}", f"data.evaluation={folder / 'test.txt'}")
     arguments = [*LOCAL, *small, *prompts, own, f"output_dir={folder / 'run'}", *overrides]
-    return run_config(compose_config("one_step_off", arguments))
+    return train(compose_config("one_step_off", arguments), {})
 
 
 def events(folder: Path) -> list[dict[str, object]]:

@@ -64,7 +64,7 @@ def embeddings(folder: Path) -> list[Path]:
 def test_resident_offload_and_cached_make_the_same_weights(
     tmp_path: Path, settings: tuple[str, ...], whole: Run
 ) -> None:
-    """One run changes from the one to the other at each resume, over embeddings of which two were damaged."""
+    """One run changes from the one to the other at each resume, over embeddings that were damaged."""
     mixed = (tmp_path / "mixed", "one_step_off", *settings)
     run = train(*mixed, *CACHED, "total_steps=2")
     assert len(embeddings(tmp_path)) == ASKED
@@ -72,10 +72,10 @@ def test_resident_offload_and_cached_make_the_same_weights(
     loaded = [line for line in visits(run) if "were loaded" in line]
     assert loaded[0] == "text encoders were loaded for 3 prompts that were needed, and for 0 more" and len(loaded) <= 3
     train(*mixed, "rollout.text_encoder=offload", "total_steps=3", "resume=auto")
-    for file in embeddings(tmp_path)[:2]:
+    for file in embeddings(tmp_path):  # The last step needs only some of them.
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     again = train(*mixed, *CACHED, "total_steps=4", "resume=auto")
-    assert sum("is damaged" in line for line in visits(again)) >= 1
+    assert sum("is damaged" in line for line in visits(again)) >= 3
     assert again.digest == whole.digest
     assert again.column("reward/mean") == whole.column("reward/mean")
     assert again.metrics[-1]["evaluation/reward/mean"] == whole.metrics[-1]["evaluation/reward/mean"]

@@ -25,6 +25,7 @@ from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import load_family, load_policy, resolve_model
 from async_flowrl.rollout.registry import load_engine
 from async_flowrl.rollout.vllm_omni.settings import check_model, network_shapes
+from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import evaluation_sampling, sampling
 from async_flowrl.training import rank_model
@@ -70,7 +71,7 @@ def no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said_by_dry_run(config: Config) -> str | None:
     try:
-        prepare(config, whole=True)
+        prepare(precheck(config), whole=True)
     except ConfigError as error:
         return str(error)
     return None

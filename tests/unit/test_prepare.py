@@ -6,12 +6,13 @@ import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.launch import check_stored
+from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, prepare
 from separation.placement import StoreTooSmall
 
 
 def prepared(folder: Path, *overrides: str) -> Prepared:
-    return prepare(compose_config("one_step_off", [f"output_dir={folder / 'run'}", *overrides]))
+    return prepare(precheck(compose_config("one_step_off", [f"output_dir={folder / 'run'}", *overrides])))
 
 
 def test_the_dtype_of_the_files_is_written_down(tmp_path: Path) -> None:

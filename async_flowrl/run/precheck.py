@@ -1,6 +1,7 @@
-"""Checks of a configuration that need no torch, made first (`refuse_early`), so that most mistakes show at once."""
+"""Checks of a configuration that need no torch and come first, so that most mistakes show at once."""
 
 from pathlib import Path
+from typing import NewType
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.curves import check_curves
@@ -10,9 +11,14 @@ from async_flowrl.config.schema import Config
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.registry import check_rewards
 
+CheckedConfig = NewType("CheckedConfig", Config)
 
-def refuse_early(config: Config) -> None:
-    """Checks the fields, the rewards, and the files and folders that are named. Raises ConfigError for a mistake."""
+
+def precheck(config: Config) -> CheckedConfig:
+    """Returns the configuration, whose fields, rewards, and named files and folders are found to be right.
+
+    Raises ConfigError, with one sentence, for the first mistake.
+    """
     try:
         check(config)
         check_rewards(config.reward)
@@ -24,6 +30,7 @@ def refuse_early(config: Config) -> None:
         local_index(config.model.path)
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
+    return CheckedConfig(config)
 
 
 def check_output(config: Config) -> None:
