@@ -1,4 +1,4 @@
-"""Survey of a Ray cluster from outside of any run: its nodes, a function on each node, clocks, and a broadcast."""
+"""Survey of a Ray cluster from outside of any run: its nodes, a function on each node, and a broadcast."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +17,6 @@ from separation.ray_internals import free_by_node
 from separation.worker_process import resolve
 
 _POLL_SECONDS = 0.2
-# Number of times that a node is asked for its time; the quickest answer is used, because it is the most exact.
-CLOCK_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,6 @@ class Node:
     def name(self) -> str:
         # Address and short id, because several nodes of a pretended cluster may have the same address.
         return f"{self.address} {self.id[:6]}"
-
-
-@dataclass(frozen=True)
-class Offset:
-    """Difference of a node's clock from this process's clock in seconds; the error is at most `within` seconds."""
-
-    seconds: float
-    within: float
 
 
 def _run(place: str, *arguments: Any) -> Any:
@@ -61,22 +51,6 @@ class Survey:
 
     def run(self, place: str, *arguments: Any) -> dict[str, Any]:
         return self._answers({node.id: _started(node.id, _run, place, *arguments) for node in self.nodes})
-
-    def clocks(self) -> dict[str, Offset | Exception]:
-        """Returns the offset of every node's clock from this process's clock."""
-        # The node's time is compared with the middle between question and answer.
-        return {node.id: self._offset(node.id) for node in self.nodes}
-
-    def _offset(self, node: str) -> Offset | Exception:
-        offsets: list[Offset] = []
-        for _ in range(CLOCK_ROUNDS):
-            sent = time.time()
-            answer = self._answers({node: _started(node, _run, "time:time")})[node]
-            if isinstance(answer, Exception):
-                return answer
-            answered = time.time()
-            offsets.append(Offset(answer - (sent + answered) / 2, (answered - sent) / 2))
-        return min(offsets, key=lambda offset: offset.within)
 
     def broadcast(self, nbytes: int) -> dict[str, float | Exception]:
         """Stores `nbytes` bytes on this node; returns the seconds until each node, all at once, has fetched them."""

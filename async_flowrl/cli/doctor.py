@@ -26,8 +26,6 @@ from async_flowrl.run.machines import FactsRequest
 from async_flowrl.run.preflight import configuration_findings, nearest, this_machine
 
 CONFIGURATION = "a configuration, as `train` takes it: whether it can start here"
-REMOVED = ("--gpu", "--quick", "--minutes", "--only", "--out")  # Options of earlier versions.
-SUCCESSOR = "`python -m benchmarks.gpu_first_hour` in a clone measures GPUs (docs/gpu_first_hour.md)"
 TWO_STEPS = (*NOTHING_BUT_TRAINING, "total_steps=2", "save.every=0", "preflight=false", "resume=never")
 
 
@@ -43,10 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if gone := [option for option in REMOVED if option in {word.partition("=")[0] for word in words}]:
-        return refuse(f"{gone[0]} is gone: {SUCCESSOR}")
-    options = parser().parse_intermixed_args(words)
+    options = parser().parse_intermixed_args(arguments)
     try:
         config: Config = compose_config(options.config_name or DEFAULT, options.overrides, options.config_dir)
     except ConfigError as error:

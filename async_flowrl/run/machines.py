@@ -14,7 +14,7 @@ from typing import Any
 from async_flowrl.config.own_code import SUFFIX
 from async_flowrl.run.findings import FAILED, OK, WARNING, Finding, failed, verdict
 from separation import placement
-from separation.cluster_probe import Node, Offset, Survey
+from separation.cluster_probe import Node, Survey
 from separation.group import PoolSpec
 from separation.node import code_of, free_memory, sees, temporary_folder, temporary_refusal
 
@@ -28,8 +28,7 @@ LEAST_DISK = GB // 5  # Bytes on disk that the logs of Ray need at least.
 STORE_SHARE, SHM_SHARE, SMALL_STORE, LARGEST_STORE = 0.3, 0.95, 10 * GB, 200 * GB
 # Size of the object whose broadcast is timed; it takes at most 1 / STORE_PART of the smallest object store.
 BROADCAST_BYTES, STORE_PART = 32_000_000, 8
-# Clock difference above which log lines of several nodes are in the wrong order; half of gigabit Ethernet.
-SKEW_SECONDS, SLOW_BYTES_PER_SECOND = 1.0, 50e6
+SLOW_BYTES_PER_SECOND = 50e6  # Half of gigabit Ethernet.
 NETWORK = "check the interface that Ray uses (ray start --node-ip-address) and the link"
 
 
@@ -140,26 +139,18 @@ def seats(specs: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
 
 
 def network_findings(survey: Survey, version_bytes: int) -> Iterator[Finding]:
-    """Measures clocks and a broadcast on all nodes; `version_bytes` is the size of one LoRA version."""
+    """Measures a broadcast to all nodes; `version_bytes` is the size of one LoRA version."""
     names = {node.id: node.name for node in survey.nodes}
     stores = (node.resources.get("object_store_memory", BROADCAST_BYTES * STORE_PART) for node in survey.nodes)
     size = min(BROADCAST_BYTES, *(int(store / STORE_PART) for store in stores))
-    for name, answers in (("clocks", survey.clocks()), ("broadcast", survey.broadcast(size))):
-        errors = {node: answer for node, answer in answers.items() if isinstance(answer, Exception)}
-        yield from (failed(f"{name}, {names[node]}", error, NETWORK) for node, error in errors.items())
-        measured: dict[str, Any] = {names[node]: answer for node, answer in answers.items() if node not in errors}
-        if measured:
-            yield clock_finding(measured) if name == "clocks" else broadcast_finding(measured, size, version_bytes)
-
-
-def clock_finding(clocks: Mapping[str, Offset]) -> Finding:
-    """Warns about clocks that differ. They do not affect the weights, but make logs hard to read."""
-    apart = {name: clock.seconds for name, clock in clocks.items() if abs(clock.seconds) - clock.within > SKEW_SECONDS}
-    sentence = ", ".join(f"{name} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for name, by in apart.items())
-    most = f"at most {1000 * max(abs(clock.seconds) for clock in clocks.values()):.0f} ms from this machine's"
-    return verdict(
-        "clocks", sentence or most, (bool(sentence), WARNING, "start an NTP client there: logs have these times")
-    )
+    measured: dict[str, float] = {}
+    for node, seconds in survey.broadcast(size).items():
+        if isinstance(seconds, Exception):
+            yield failed(f"broadcast, {names[node]}", seconds, NETWORK)
+        else:
+            measured[names[node]] = seconds
+    if measured:
+        yield broadcast_finding(measured, size, version_bytes)
 
 
 def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: int) -> Finding:

@@ -1,4 +1,4 @@
-"""Tests of the doctor on several nodes: it names one with another clock, other code, or without a package or seat."""
+"""Tests of the doctor on several nodes: it names one with other code, or without a package or seat."""
 
 import shutil
 import sys
@@ -22,22 +22,17 @@ def doctor(nodes: Nodes, *words: str) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_another_clock_and_other_code_are_named(allowed: None, tmp_path: Path) -> None:
-    if not Path(FAKETIME).exists():
-        pytest.skip("no libfaketime: apt-get install faketime")
+def test_other_code_is_named(allowed: None, tmp_path: Path) -> None:
     installed, edited = Path(checkpoint_engine.__file__).parent, tmp_path / "edited"
     shutil.copytree(installed, edited)
     (edited / "__init__.py").write_text((edited / "__init__.py").read_text() + "# edited here\n")
-    late = {"LD_PRELOAD": FAKETIME, "FAKETIME": "-180s"}
     with Nodes(tmp_path / "nodes", [{"trainer": 1, "rollout": 1}]) as nodes:
         nodes.head.start_ray()
-        other = nodes.add({}, environment=late)
+        other = nodes.add({})
         other.run("mount", "--bind", str(edited), str(installed))
         other.start_ray(nodes.head)
         code, said = doctor(nodes, "--nodes", "2", f"output_dir={tmp_path / 'run'}")
         lines = {line.split(":")[0].split(maxsplit=1)[-1]: line for line in said.splitlines() if ": " in line}
         assert code == 1 and "this configuration cannot start here" in said, said
         assert f"{other.address} " in lines["code"] and "has another checkpoint_engine" in lines["code"], said
-        assert lines["clocks"].strip().startswith("warning") and "180.0 s behind" in lines["clocks"], said
-        assert f"{other.address} " in lines["clocks"], said
         assert lines["Ray"].strip().startswith("ok") and lines["broadcast"].strip().startswith("ok"), said
