@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -103,12 +102,12 @@ def measure(engine: str, overrides: Sequence[str], tickets: int, rounds: int, ou
     deliver(worker)
     started = time.monotonic() - began
     ways: dict[str, Callable[[], list[Rollout]]] = {
-        "one by one": lambda: [worker.engine.generate(request) for request in asked]
+        "one by one": lambda: [worker.engine.generate([request])[0] for request in asked]
     }
     if (size := config.rollout.tickets_per_batch) > 1:
-        engine_of_batches, starts = cast("Any", worker.engine), range(0, tickets, size)
+        starts = range(0, tickets, size)
         ways[f"batches of {size}"] = lambda: [
-            made for k in starts for made in engine_of_batches.generate_together(asked[k : k + size])
+            made for k in starts for made in worker.engine.generate(asked[k : k + size])
         ]
     measured = []
     for way, make in ways.items():

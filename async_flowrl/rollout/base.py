@@ -19,7 +19,7 @@ class Rollout:
 
     images: ByteArray  # uint8 [n, H, W, 3].
     trajectory: Trajectory | None  # None for evaluation requests.
-    spans: tuple[Span, ...]  # Parts of the time that it took, for reports.
+    spans: tuple[Span, ...]  # Parts of the time that it took, for reports; of a batch, the first has them.
 
 
 class RolloutEngine(Protocol):
@@ -28,8 +28,8 @@ class RolloutEngine(Protocol):
     def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts, which the trainer needs; called once per run."""
 
-    def generate(self, request: RolloutRequest) -> Rollout:
-        """Returns the images and, for a training request, the trajectory, by the version that is active."""
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Returns images and, for training requests, trajectories of one batch, by the version that is active."""
 
     def live_tensors(self) -> Mapping[str, Tensor]:
         """Returns the trained tensors by layout name; the receiver makes them views of its own flat buffer."""

@@ -12,26 +12,17 @@ from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts
 from async_flowrl.seeds import generator
 from async_flowrl.tickets.request import asked_of
 from async_flowrl.transfers import download, upload
-from async_flowrl.types import TRAIN, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
+from async_flowrl.types import TRAIN, ByteArray, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
 from checkpoint_engine import Activation
 
 ADAPTER = LoraTuning(LoraConfig())  # Default of `tuning`: names and probes of a LoRA do not depend on its rank.
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """The denoised images of one chunk (n images of a request); all tensors are on the device."""
-
-    final: Tensor  # [n, ...] Final latents.
-    recorded: Tensor  # [n, P, ...] Latents at the recorded noise levels.
-    log_probs: Tensor  # [n, W] Log-probs of the trained steps.
-    finite: Tensor  # [] bool: True if all final latents are finite.
 
 
 @dataclass(frozen=True)
@@ -47,15 +38,23 @@ class _Plan:
     noisy: frozenset[int]  # Denoising steps that add noise.
     points: tuple[int, ...]  # Indices of the noise levels whose latents are recorded.
 
-    def shape(self, images: int) -> Hashable:
-        """The key of one denoising step of so many images: steps with equal keys take equally many FLOPs."""
-        return self.request.sampling, images, shapes_by_name(self.positive), shapes_by_name(self.negative or {})
+
+@dataclass
+class _Chunk:
+    """Some images of one ticket (n) while they are denoised; all tensors are on the device."""
+
+    plan: _Plan
+    latents: Tensor  # [n, ...]
+    sources: Sequence[torch.Generator]  # Of the noise of each image.
+    recorded: list[Tensor]  # Latents [n, ...] at the noise levels `plan.points`, as far as they were reached.
+    log_probs: list[Tensor]  # [n] of each trained step so far.
 
 
 class DiffusersEngine:
-    """Denoises tickets in chunks of `batch_size` images (None: the whole ticket). Equal requests give equal bits.
+    """Denoises tickets in chunks of `batch_size` images (None: the whole ticket). Equal batches give equal bits.
 
-    The noise of an image depends only on its seeds. On CUDA the host waits for the device twice per ticket.
+    The noise of an image depends only on its seeds. Several tickets go through the network together, in their order. On
+    CUDA the host waits for the device twice per ticket.
     """
 
     def __init__(
@@ -95,29 +94,44 @@ class DiffusersEngine:
 
     # not inference_mode: the trainer replays with the same kernels, and the LoRA's tensor views must stay ordinary.
     @torch.no_grad()
-    def generate(self, request: RolloutRequest) -> Rollout:
-        """Returns the images and, for a training request, the trajectory (without noisy steps, only its final latents).
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Returns for each request its images and, for training, the trajectory (without noisy steps, only its final
+        latents). The first has the spans of all.
 
-        Raises ValueError for a request that contradicts itself, FloatingPointError if final latents are not finite.
+        Raises ValueError for a request that contradicts itself and for requests that are not alike, FloatingPointError
+        if final latents are not finite.
         """
         begun = time.time()
-        plan = self._plan(request)
-        size = self.batch_size or len(request.images)
-        parts = [range(start, min(start + size, len(request.images))) for start in range(0, len(request.images), size)]
-        chunks = [self._denoise(plan, images) for images in parts]
-        trajectory = self._finish(plan, chunks)
+        check_alike(requests)
+        plans = [self._plan(request) for request in requests]
+        count = len(requests[0].images)
+        size = self.batch_size or count
+        parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
+        by_ticket = list(zip(*[self._denoise(plans, part) for part in parts], strict=True))
+        trajectories = [self._finish(plan, chunks) for plan, chunks in zip(plans, by_ticket, strict=True)]
         denoised = time.time()
-        decoded = [self.policy.decode(chunk.final, request.sampling.resolution) for chunk in chunks]
-        images = download([torch.cat(decoded)], self.device)[0].numpy()
-        generated = Span("generate", begun, denoised, self._flops(plan, parts))
-        payload_bytes = None if trajectory is None else images.nbytes + trajectory.nbytes
-        spans = (generated, Span("decode", denoised, time.time(), bytes=payload_bytes))
-        return Rollout(images, trajectory, spans)
+        decoded = [self._decoded(chunks) for chunks in by_ticket]
+        payload_bytes = None
+        if requests[0].kind == TRAIN:
+            payload_bytes = sum(images.nbytes for images in decoded) + sum(t.nbytes for t in trajectories if t)
+        spans = (
+            Span("generate", begun, denoised, self._flops(plans, parts)),
+            Span("decode", denoised, time.time(), bytes=payload_bytes),
+        )
+        made = zip(decoded, trajectories, strict=True)
+        return [Rollout(*parts, () if place else spans) for place, parts in enumerate(made)]
 
-    def _flops(self, plan: _Plan, parts: Sequence[range]) -> int | None:
-        by_part = [self._meter.flops(plan.shape(len(images))) for images in parts]
+    def _decoded(self, chunks: Sequence[_Chunk]) -> ByteArray:
+        resolution = chunks[0].plan.request.sampling.resolution
+        decoded = [self.policy.decode(chunk.latents, resolution) for chunk in chunks]
+        images: ByteArray = download([torch.cat(decoded)], self.device)[0].numpy()
+        return images
+
+    def _flops(self, plans: Sequence[_Plan], parts: Sequence[range]) -> int | None:
+        by_part = [self._meter.flops(_shapes(plans, len(images))) for images in parts]
         counted = [flops for flops in by_part if flops is not None]
-        return plan.request.sampling.num_inference_steps * sum(counted) if len(counted) == len(by_part) else None
+        steps = plans[0].request.sampling.num_inference_steps
+        return steps * sum(counted) if len(counted) == len(by_part) else None
 
     def _plan(self, request: RolloutRequest) -> _Plan:
         sampling, train = request.sampling, request.kind == TRAIN
@@ -141,48 +155,63 @@ class DiffusersEngine:
     def _uploaded(self, encoded: Conditioning) -> dict[str, Tensor]:
         return {name: upload(torch.from_numpy(value), self.device) for name, value in encoded.items()}
 
-    def _denoise(self, plan: _Plan, images: range) -> _Chunk:
+    def _denoise(self, plans: Sequence[_Plan], images: range) -> list[_Chunk]:
+        chunks = [self._begun(plan, images) for plan in plans]
+        for step in range(plans[0].request.sampling.num_inference_steps):
+            with self._meter.measure(_shapes(plans, len(images))):
+                velocities = self._velocities(chunks, step)
+            for chunk, velocity in zip(chunks, velocities, strict=True):
+                self._step(chunk, step, velocity)
+        return chunks
+
+    def _begun(self, plan: _Plan, images: range) -> _Chunk:
         request = plan.request
         shape = self.policy.latent_shape(request.sampling.resolution)
         latents = self._noise([generator(request.initial_seeds[i]) for i in images], shape)
         sources = [generator(request.noise_seeds[i]) for i in images]
-        recorded = {0: latents} if 0 in plan.points else {}
-        log_probs = []
-        for step in range(request.sampling.num_inference_steps):
-            latents, value = self._step(plan, step, latents, sources)
-            if step + 1 in plan.points:
-                recorded[step + 1] = latents
-            if step in request.train_steps and value is not None:
-                log_probs.append(value)
-        empty = latents.new_empty(len(images), 0)
-        return _Chunk(
-            latents,
-            torch.stack([recorded[point] for point in plan.points], dim=1) if plan.points else empty,
-            torch.stack(log_probs, dim=1) if log_probs else empty,
-            latents.isfinite().all(),
-        )
+        return _Chunk(plan, latents, sources, [latents] if 0 in plan.points else [], [])
 
-    def _step(
-        self, plan: _Plan, step: int, latents: Tensor, sources: Sequence[torch.Generator]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the next latents [n, ...] and, if the step is noisy, their log-prob [n] float32."""
-        sampling, n = plan.request.sampling, len(latents)
-        sigma, sigma_next = (plan.levels[i].expand(n) for i in (step, step + 1))
-        with self._meter.measure(plan.shape(n)):
-            velocity = self.policy.velocity(latents, sigma, plan.positive, plan.negative, sampling)
-        if step not in plan.noisy:
-            return sde.ode_step(latents, velocity, sigma, sigma_next), None
-        transition = sde.transition(
-            latents,
-            velocity,
-            sigma,
-            sigma_next,
-            sigma_after_first=plan.levels[1],
-            sde_type=sampling.sde_type,
-            noise_level=sampling.noise_level,
+    def _velocities(self, chunks: Sequence[_Chunk], step: int) -> list[Tensor]:
+        """Returns the velocity of each chunk from one forward pass; with guidance, negative prompts follow all prompts.
+
+        On CUDA negative prompts of other lengths have a pass of their own, since they would be padded most.
+        """
+        first = chunks[0]
+        sampling = first.plan.request.sampling
+        sigma = first.plan.levels[step].expand(len(first.latents))
+        if len(chunks) == 1:
+            return [self.policy.velocity(first.latents, sigma, first.plan.positive, first.plan.negative, sampling)]
+        velocities = check_shareable(self.policy).velocity_of(
+            torch.cat([chunk.latents for chunk in chunks]),
+            torch.cat([sigma] * len(chunks)),
+            [chunk.plan.positive for chunk in chunks],
+            [chunk.plan.negative for chunk in chunks if chunk.plan.negative is not None],
+            sampling,
         )
-        following = sde.sample(transition, self._noise(sources, tuple(latents.shape[1:])))
-        return following, sde.log_prob(following, transition, sampling.sde_type).float()
+        return list(velocities.chunk(len(chunks)))
+
+    def _step(self, chunk: _Chunk, step: int, velocity: Tensor) -> None:
+        """Makes one denoising step; records its latents and, if the step is noisy and trained, their log-prob."""
+        plan, latents = chunk.plan, chunk.latents
+        sampling = plan.request.sampling
+        sigma, sigma_next = (plan.levels[i].expand(len(latents)) for i in (step, step + 1))
+        if step not in plan.noisy:
+            chunk.latents = sde.ode_step(latents, velocity, sigma, sigma_next)
+        else:
+            transition = sde.transition(
+                latents,
+                velocity,
+                sigma,
+                sigma_next,
+                sigma_after_first=plan.levels[1],
+                sde_type=sampling.sde_type,
+                noise_level=sampling.noise_level,
+            )
+            chunk.latents = sde.sample(transition, self._noise(chunk.sources, tuple(latents.shape[1:])))
+            if step in plan.request.train_steps:
+                chunk.log_probs.append(sde.log_prob(chunk.latents, transition, sampling.sde_type).float())
+        if step + 1 in plan.points:
+            chunk.recorded.append(chunk.latents)
 
     def _noise(self, sources: Sequence[torch.Generator], shape: tuple[int, ...]) -> Tensor:
         drawn = torch.empty(len(sources), *shape, dtype=torch.float32, pin_memory=self.device.type == "cuda")
@@ -193,11 +222,11 @@ class DiffusersEngine:
     def _finish(self, plan: _Plan, chunks: Sequence[_Chunk]) -> Trajectory | None:
         """Waits for the device and returns the trajectory, None for an evaluation. Raises FloatingPointError."""
         request = plan.request
-        tensors = [torch.stack([chunk.finite for chunk in chunks])]
+        tensors = [torch.stack([chunk.latents.isfinite().all() for chunk in chunks])]
         if request.kind == TRAIN:
             tensors += [
-                torch.cat([chunk.recorded for chunk in chunks]),
-                torch.cat([chunk.log_probs for chunk in chunks]),
+                torch.cat([torch.stack(chunk.recorded, dim=1) for chunk in chunks]),
+                torch.cat([_columns(chunk) for chunk in chunks]),
             ]
         finite, *recorded = download(tensors, self.device)
         if not bool(finite.all()):
@@ -218,8 +247,41 @@ class DiffusersEngine:
         )
 
 
-def shapes_by_name(conditioning: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size], ...]:
-    return tuple((name, tensor.shape) for name, tensor in sorted(conditioning.items()))
+def _columns(chunk: _Chunk) -> Tensor:
+    """Returns the log-probs [n, W] of the trained steps, of which there may be none."""
+    return torch.stack(chunk.log_probs, dim=1) if chunk.log_probs else chunk.latents.new_empty(len(chunk.latents), 0)
+
+
+def _shapes(plans: Sequence[_Plan], images: int) -> Hashable:
+    """Returns the key of one denoising step: steps with equal keys take equally many FLOPs."""
+    prompts = [
+        tuple(
+            (name, tensor.shape) for branch in (plan.positive, plan.negative or {}) for name, tensor in branch.items()
+        )
+        for plan in plans
+    ]
+    return plans[0].request.sampling, images, tuple(prompts)
+
+
+def check_shareable(policy: Policy) -> PipelinePolicy:
+    """Returns the policy if its network takes several prompts at once; otherwise raises ValueError."""
+    if not isinstance(policy, PipelinePolicy):
+        raise ValueError(
+            f"rollout.tickets_per_batch above 1 needs a model family built on PipelinePolicy, {policy.family} is not"
+        )
+    return policy
+
+
+def check_alike(requests: Sequence[RolloutRequest]) -> None:
+    """Raises ValueError for requests that cannot share a batch (see `DiffusersEngine.generate`)."""
+    first = requests[0]
+    for other in requests[1:]:
+        same = (other.sampling, other.kind, other.version) == (first.sampling, first.kind, first.version)
+        if not same or len(other.images) != len(first.images):
+            raise ValueError(
+                f"tickets {first.ordinal} and {other.ordinal} cannot share a batch: they must have the same version, "
+                "kind, sampling and number of images"
+            )
 
 
 def _check(request: RolloutRequest) -> None:

@@ -15,8 +15,7 @@ from async_flowrl.policies.stored import configuration
 from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
-from async_flowrl.rollout.batching import BatchingEngine, check_shareable
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine, check_shareable
 from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
 from async_flowrl.types import EmbeddingKey
 
@@ -85,8 +84,12 @@ def load_engine(
         staying = list(tuning.parameters(policy.transformer).values())
         embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
     size = config.rollout.batch_size
-    kind = BatchingEngine if config.rollout.tickets_per_batch > 1 else DiffusersEngine
-    return kind(policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings), digest
+    if config.rollout.tickets_per_batch > 1:
+        check_shareable(policy)
+    made = DiffusersEngine(
+        policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings
+    )
+    return made, digest
 
 
 def decode_by_parts(policy: Policy, config: Config, vae: type | None = None) -> None:

@@ -27,10 +27,7 @@ from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.transfers import ONE_AT_A_TIME, upload
 from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput
-
-# Size of a slab of pinned memory. Many tensors share a slab, because torch rounds each up to a power of two.
-SLAB_BYTES = 2**30
-ALIGNMENT_BYTES = 512  # Alignment of each tensor in a slab; torch's allocators align tensors to at least 64 bytes.
+from checkpoint_engine import Layout
 
 
 class Offloaded:
@@ -63,21 +60,11 @@ class Offloaded:
 
 
 def pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns contiguous copies in pinned memory, packed into slabs; shapes and dtypes stay."""
-    places: list[tuple[int, int]] = []
-    sizes: list[int] = []
-    for tensor in tensors:
-        length = -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if not sizes or sizes[-1] + length > SLAB_BYTES:
-            sizes.append(0)
-        places.append((len(sizes) - 1, sizes[-1]))
-        sizes[-1] += length
-    slabs = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
-    return [_placed(tensor, slabs[slab], start) for tensor, (slab, start) in zip(tensors, places, strict=True)]
-
-
-def _placed(tensor: Tensor, slab: Tensor, start: int) -> Tensor:
-    return slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    """Returns contiguous copies in one pinned buffer; shapes and dtypes stay."""
+    named = {f"{place:06d}": tensor for place, tensor in enumerate(tensors)}
+    layout = Layout.of(named)
+    places = layout.views(layout.empty(pinned=True))
+    return [places[name].copy_(tensor) for name, tensor in named.items()]
 
 
 CACHED_PROMPTS = 1024  # Largest number of embeddings in the cache; the least recently used one is removed first.

@@ -6,11 +6,11 @@ activates the version of its request before it starts, and reports the version's
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import Rollout, RolloutEngine
-from async_flowrl.rollout.batching import merged_spans
 from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.transfers import ONE_AT_A_TIME
@@ -108,7 +107,7 @@ class RolloutWorker:
 
     def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
         """Makes one ticket; returns report, images, and for training the trajectory. Raises if it lacks the version."""
-        (report,), (rollout,) = self._made([request], lambda: [self.engine.generate(request)])
+        (report,), (rollout,) = self._made([request])
         return report, rollout.images, rollout.trajectory
 
     def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
@@ -117,26 +116,23 @@ class RolloutWorker:
 
         The first report has the spans of all tickets.
         """
-        reports, rollouts = self._made(requests, lambda: cast("Any", self.engine).generate_together(requests))
+        reports, rollouts = self._made(requests)
         payloads = [part for rollout in rollouts for part in (rollout.images, rollout.trajectory)]
         return reports, *payloads
 
-    def _made(
-        self, requests: Sequence[RolloutRequest], make: Callable[[], list[Rollout]]
-    ) -> tuple[list[RolloutReport], list[Rollout]]:
+    def _made(self, requests: Sequence[RolloutRequest]) -> tuple[list[RolloutReport], list[Rollout]]:
         """Activates the version of the requests and makes them; returns their reports and what was made."""
         began = time.time()
         first, (digest, swaps) = requests[0], self._activate(requests[0])
         activated = time.time()
         with self._profiled(first):
-            rollouts = make()
-        shared = merged_spans([rollout.spans for rollout in rollouts])
-        spans = (Span(ACTIVATE, began, activated), *shared)
+            rollouts = self.engine.generate(requests)
         reports = [
-            RolloutReport(request.ordinal, request.version, digest, len(request.images), () if index else spans)
-            for index, request in enumerate(requests)
+            RolloutReport(request.ordinal, request.version, digest, len(request.images), rollout.spans)
+            for request, rollout in zip(requests, rollouts, strict=True)
         ]
-        return [replace(reports[0], swaps=swaps), *reports[1:]], rollouts
+        spans = (Span(ACTIVATE, began, activated), *reports[0].spans)
+        return [replace(reports[0], spans=spans, swaps=swaps), *reports[1:]], rollouts
 
     def _activate(self, request: RolloutRequest) -> tuple[str, int]:
         """Activates the request's version, for evaluations the EMA if there is one; returns digest and swaps."""

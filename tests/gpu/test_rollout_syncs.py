@@ -96,10 +96,10 @@ class Waits:
 def test_a_ticket_waits_twice_whatever_its_steps_and_chunks(family: str, guidance: float) -> None:
     """For the trajectory and for the images; never in a denoising step. The prompts are cached."""
     engine, asked = engine_of(family, batch_size=1), ticket(family, guidance)
-    engine.generate(asked)
+    engine.generate([asked])
     waits = Waits()
     with waits.watched():
-        engine.generate(asked)
+        engine.generate([asked])
     assert waits.others == []
     assert waits.meant == 2
 
@@ -115,7 +115,7 @@ def test_the_noise_on_the_device_is_what_the_seeds_draw_on_the_host() -> None:
         return sample(step, noise)
 
     with patch.object(sde, "sample", kept):
-        found = engine.generate(asked).trajectory
+        found = engine.generate([asked])[0].trajectory
     assert found is not None and len(used) == len(asked.noise_steps)
     for row, (initial, noise) in enumerate(zip(asked.initial_seeds, asked.noise_seeds, strict=True)):
         shape = found.latents.shape[2:]
@@ -129,14 +129,14 @@ def test_the_noise_on_the_device_is_what_the_seeds_draw_on_the_host() -> None:
 def test_offloaded_text_encoders_make_the_same_images_in_less_memory(family: str) -> None:
     """Images, trajectory and the trainer's negatives are equal; the device is freed of the encoders' bytes."""
     asked = ticket(family, 3.0)
-    engine_of(family).generate(asked)  # tables that networks keep on the device once they have run
+    engine_of(family).generate([asked])  # tables that networks keep on the device once they have run
     held = {}
     made = {}
     for where in ("resident", "offload"):
         gc.collect()  # what earlier tests left in cycles must not be freed between the two readings
         before = torch.cuda.memory_allocated()
         engine = engine_of(family, where)
-        made[where] = engine.generate(asked), engine.encode(["another negative"])
+        made[where] = engine.generate([asked])[0], engine.encode(["another negative"])
         held[where] = torch.cuda.memory_allocated() - before
         encoders = engine.policy.text_encoders
         weights = sum(tensor.nbytes for part in encoders for tensor in (*part.parameters(), *part.buffers()))
@@ -159,7 +159,7 @@ def test_cached_embeddings_make_the_same_images_and_the_network_comes_back_whole
     asked = ticket(family, 3.0)
     new = replace(asked, prompt=replace(asked.prompt, text="blue"))
     resident = engine_of(family)
-    expected = [resident.generate(each) for each in (asked, new)]
+    expected = [resident.generate([each])[0] for each in (asked, new)]
     del resident
     config = Config()
     config.model, config.lora = model_config(family), LoraConfig(rank=4, alpha=10.0)
@@ -169,7 +169,7 @@ def test_cached_embeddings_make_the_same_images_and_the_network_comes_back_whole
     embeddings = open_embeddings(config, model, "cuda", [])
     assert embeddings is not None
     engine, _ = load_engine(config, model, "cuda", embeddings)
-    made = [engine.generate(each) for each in (asked, new)]
+    made = [engine.generate([each])[0] for each in (asked, new)]
     assert {tensor.device.type for tensor in engine.live_tensors().values()} == {"cuda"}
     for one, other in zip(expected, made, strict=True):
         assert one.trajectory is not None and other.trajectory is not None

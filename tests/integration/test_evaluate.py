@@ -81,7 +81,7 @@ def engine_scores(config: Config, policy: QwenImagePolicy) -> list[list[float]]:
     groups = []
     for group, prompt in enumerate(prompts):
         ticket = Ticket(EVALUATION, ordinal=group, step=0, group=group, slice_index=0, version=0)
-        scores: Any = term.reward(engine.generate(recipe.request(ticket)).images, prompt)  # type: ignore[arg-type]
+        scores: Any = term.reward(engine.generate([recipe.request(ticket)])[0].images, prompt)  # type: ignore[arg-type]
         groups.append([term.weight * float(score) for score in scores])
     return groups
 

@@ -82,14 +82,14 @@ def test_a_fresh_pipeline_reproduces_the_trained_model(
 def test_the_rollout_engines_images_come_back(
     trained: QwenImagePolicy, shared_models: SharedModels, tmp_path: Path
 ) -> None:
-    made = DiffusersEngine(trained).generate(request(N, kind=EVALUATION)).images
+    made = DiffusersEngine(trained).generate([request(N, kind=EVALUATION)])[0].images
     save_lora(tmp_path, trained.transformer, alpha=LORA.alpha)
     pipeline = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.load_lora_weights(tmp_path)
     decoded = shared_models.tiny.decode(latents_of(pipeline), 32).numpy()
     assert np.abs(made.astype(int) - decoded).max() <= 1
-    plain = DiffusersEngine(shared_models.tiny).generate(request(N, kind=EVALUATION)).images
+    plain = DiffusersEngine(shared_models.tiny).generate([request(N, kind=EVALUATION)])[0].images
     assert np.abs(made.astype(int) - plain).max() > 10
 
 

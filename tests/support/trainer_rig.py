@@ -115,7 +115,7 @@ class Sampler:
             train_steps=window.train_steps,
             sampling=sampling(config),
         )
-        trajectory = self.engine.generate(request).trajectory
+        trajectory = self.engine.generate([request])[0].trajectory
         assert trajectory is not None
         return read_only(trajectory)
 

@@ -47,7 +47,7 @@ def findings(family: str) -> dict[str, Any]:
             for a, b in pairs
             for name, value in trajectory_of(b).conditioning.items()
         )
-        together = rig.engine.generate_together([replace(ticket, version=1) for ticket in tickets])
+        together = rig.engine.generate([replace(ticket, version=1) for ticket in tickets])
         found[f"together_{cfg:g}"] = max(gap(a, b) for a, b in zip(made, together, strict=True))
         found[f"again_{cfg:g}"] = same(made[0], rig.made(tickets[0], 1))
         found[f"sizes_{cfg:g}"] = [of_a_size(rig, tickets[0], size) for size in SIZES]

@@ -72,11 +72,11 @@ class Rig:
         """The engine's ticket on a version, without the worker's receiver between."""
         header, data = self.payload(version)
         self.engine.adopt(self.activation(header), lambda: (header, data))
-        return self.engine.generate(replace(request, version=version))
+        return self.engine.generate([replace(request, version=version)])[0]
 
     def expected(self, request: RolloutRequest, version: int) -> Rollout:
         self.hold(version)
-        return self.reference.generate(replace(request, version=version))
+        return self.reference.generate([replace(request, version=version)])[0]
 
 
 def trajectory_of(rollout: Rollout) -> Trajectory:

@@ -84,7 +84,7 @@ def test_images_that_are_not_square_are_those_of_diffusers(rig: Rig, size: tuple
     made, expected = rig.made(asked, 2), rig.expected(asked, 2)
     assert made.images.shape == (2, *size, 3)
     assert gap(made, expected) < TOLERANCE
-    both = rig.engine.generate_together([replace(asked, version=2), replace(asked, version=2, ordinal=1)])
+    both = rig.engine.generate([replace(asked, version=2), replace(asked, version=2, ordinal=1)])
     assert all(gap(made, one) < TOLERANCE for one in both)
 
 
@@ -138,10 +138,10 @@ def test_tickets_of_one_batch_are_what_they_are_alone(rig: Rig, monkeypatch: pyt
     alone = [rig.made(ticket, 1) for ticket in tickets]
     tickets = [replace(ticket, version=1) for ticket in tickets]
     monkeypatch.setattr(QwenImageTransformer2DModel, "forward", counted)
-    together = rig.engine.generate_together(tickets)
+    together = rig.engine.generate(tickets)
     assert rows == [2 * 3 * 2] * 6
     assert all(gap(one, other) < TOLERANCE for one, other in zip(alone, together, strict=True))
-    assert all(same(one, other) for one, other in zip(together, rig.engine.generate_together(tickets), strict=True))
+    assert all(same(one, other) for one, other in zip(together, rig.engine.generate(tickets), strict=True))
 
 
 def test_tickets_asked_for_at_once_stay_apart(rig: Rig) -> None:
@@ -150,7 +150,7 @@ def test_tickets_asked_for_at_once_stay_apart(rig: Rig) -> None:
     alone = [rig.made(ticket, 1) for ticket in asked]
     together: dict[int, Any] = {}
     threads = [
-        threading.Thread(target=lambda t=ticket: together.update({t.ordinal: rig.engine.generate(t)}))
+        threading.Thread(target=lambda t=ticket: together.update({t.ordinal: rig.engine.generate([t])[0]}))
         for ticket in asked
     ]
     for thread in threads:

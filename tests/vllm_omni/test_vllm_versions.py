@@ -35,7 +35,7 @@ def test_every_version_is_an_adapter_of_its_own(rig: Rig, monkeypatch: pytest.Mo
     assert same(first, rig.made(request(2), 11)) and received == [11, 12]
     assert gap(first, second) > 1e-2
     with reference_mode(rig.policy.transformer):
-        base = rig.reference.generate(request(2))
+        base = rig.reference.generate([request(2)])[0]
     assert gap(first, base) > 1e-2, "the adapter changes nothing"
 
 
@@ -84,7 +84,7 @@ def test_damaged_or_wrongly_scaled_deliveries_are_refused(rig: Rig) -> None:
     with pytest.raises(VllmOmniError, match=r"LoRA alpha 32\.0, expected 12\.0"):
         rig.engine.adopt(rig.activation(scaled), lambda: (scaled, data))
     with pytest.raises(VllmOmniError, match="no version was adopted"):
-        rig.engine.generate(request(2))
+        rig.engine.generate([request(2)])
     assert same(good, rig.made(request(2), 51))
 
 

@@ -18,7 +18,7 @@ from async_flowrl.config.resolution import height_width
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel, folder_of
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.batching import check_alike
+from async_flowrl.rollout.diffusers_engine import check_alike
 from async_flowrl.rollout.vllm_omni.settings import (
     REQUEST,
     ROLLOUT,
@@ -80,13 +80,8 @@ class VllmOmniEngine:
     def probe(self) -> Mapping[str, Tensor]:
         return self._client.call("rollout_probe", dict, self._numbers[self._adopted()])
 
-    def generate(self, request: RolloutRequest) -> Rollout:
-        """Generates one ticket as one request. Raises VllmOmniError if vllm-omni ran it on another version."""
-        (rollout,) = self.generate_together([request])
-        return rollout
-
-    def generate_together(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generates several tickets as one batch. Raises VllmOmniError, and as `check_alike`."""
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
+        """Generates tickets as one request. Raises as `check_alike`, and VllmOmniError if it ran on another version."""
         check_alike(requests)
         first, active = requests[0], self._adopted()
         name = f"{first.kind}-{first.ordinal}-{next(self._requests)}"

@@ -1,6 +1,6 @@
 """Pipeline class that vllm-omni runs in its engine processes; it makes the images of tickets.
 
-Only the transformer is vllm-omni's. The denoising loop is `BatchingEngine`, so noise and log-probs are computed by the
+Only the transformer is vllm-omni's. The denoising loop is `DiffusersEngine`, so noise and log-probs are computed by the
 same code as in the trainer.
 """
 
@@ -21,7 +21,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, load_whole, quiet, weight_options
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
-from async_flowrl.rollout.batching import BatchingEngine
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.vllm_omni.extension import Adapters
 from async_flowrl.rollout.vllm_omni.settings import FAMILIES, FAMILY, REQUEST, ROLLOUT
 from async_flowrl.types import RolloutRequest
@@ -56,7 +56,7 @@ class RolloutPipeline(nn.Module):
         network = as_in_diffusers(model.family, self.transformer, network_config)
         policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
         policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
-        self.engine = BatchingEngine(
+        self.engine = DiffusersEngine(
             policy,
             batch_size=config.rollout.batch_size,
             device=self.device,
@@ -70,9 +70,7 @@ class RolloutPipeline(nn.Module):
         """
         if req.is_dummy_run():
             return [DiffusionOutput(output={"payload": {"image": torch.zeros(1, 3, 32, 32)}})]
-        requests = whole_tickets(req)
-        several = len(requests) > 1
-        rollouts = self.engine.generate_together(requests) if several else [self.engine.generate(requests[0])]
+        rollouts = self.engine.generate(whole_tickets(req))
         # The rollouts contain the images as uint8. vllm-omni would convert an image of the payload, so it gets none.
         payload = {"image": torch.empty(0, 3, 32, 32)}
         stamped = {"active": self.adapters.active(), "rollouts": rollouts}

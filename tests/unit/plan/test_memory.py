@@ -114,7 +114,7 @@ def test_a_tickets_bytes_are_those_of_its_arrays(shared_models: SharedModels) ->
     from tests.support.tiny import request
 
     config = Config()
-    made = DiffusersEngine(shared_models.tiny).generate(request(16))
+    made = DiffusersEngine(shared_models.tiny).generate([request(16)])[0]
     assert made.trajectory is not None
     arrays = [made.images, made.trajectory.latents, made.trajectory.log_probs]
     told = ticket_bytes(config, rehearsed_rank(config).shapes)

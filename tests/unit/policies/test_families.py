@@ -80,7 +80,7 @@ def test_images_are_the_pipelines(policy: Policy, pipeline: Any, family: str) ->
 def test_the_trainer_replays_a_trajectory(policy: Policy, family: str, cfg: float, kind: str) -> None:
     """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row."""
     sampling = how(family, cfg=cfg, sde_type=kind, noise_level=0.7)
-    found = DiffusersEngine(policy).generate(request(N, how=sampling)).trajectory
+    found = DiffusersEngine(policy).generate([request(N, how=sampling)])[0].trajectory
     assert found is not None
     _, negative = conditioning(policy)
     exact = replay(policy, found, sampling, negative, rows=N)

@@ -22,8 +22,8 @@ def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(pla
     offloaded = policy_of(family, parts="offload")
     assert len(offloaded.text_encoders) == {"sd3": 3, "flux": 2}.get(family, 1)
     asked = request(N, how=how(family, cfg=4.0))
-    one = DiffusersEngine(plain).generate(asked)
-    two = DiffusersEngine(offloaded, text_encoder="offload").generate(asked)
+    one = DiffusersEngine(plain).generate([asked])[0]
+    two = DiffusersEngine(offloaded, text_encoder="offload").generate([asked])[0]
     assert np.array_equal(one.images, two.images)
     assert one.trajectory is not None and two.trajectory is not None
     assert np.array_equal(one.trajectory.latents, two.trajectory.latents)

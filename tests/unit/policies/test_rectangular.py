@@ -65,7 +65,7 @@ def test_pixels_and_a_replayed_rollout_of_a_rectangle(family: str, shared_models
     """The engine's images are the stock VAE's, row for row, and the trainer finds the recorded log-probs again."""
     policy, size = shared_models.policy(family), (32, 64)
     sampling = replace(how(family), resolution=size)
-    made = DiffusersEngine(policy).generate(request(2, how=sampling, noise_steps=(0, 1)))
+    made = DiffusersEngine(policy).generate([request(2, how=sampling, noise_steps=(0, 1))])[0]
     found = made.trajectory
     assert found is not None and made.images.shape == (2, 32, 64, 3) and made.images.std() > 5
     sigmas = torch.from_numpy(found.sigmas)

@@ -30,30 +30,30 @@ def same(one: Rollout, two: Rollout) -> bool:
 
 
 def test_the_same_request_gives_the_same_bits_from_another_engine(engine: DiffusersEngine) -> None:
-    first = engine.generate(request(4))
+    first = engine.generate([request(4)])[0]
     assert first.images.shape == (4, 32, 32, 3) and first.images.dtype == np.uint8
     torch.rand(7)
-    assert same(first, engine.generate(request(4)))
-    assert same(first, DiffusersEngine(adapted_policy()).generate(request(4)))
+    assert same(first, engine.generate([request(4)])[0])
+    assert same(first, DiffusersEngine(adapted_policy()).generate([request(4)])[0])
 
 
 def test_chunks_change_only_the_last_float_bits(policy: QwenImagePolicy) -> None:
-    whole = DiffusersEngine(policy).generate(request(5))
-    chunked = DiffusersEngine(policy, batch_size=2).generate(request(5))
+    whole = DiffusersEngine(policy).generate([request(5)])[0]
+    chunked = DiffusersEngine(policy, batch_size=2).generate([request(5)])[0]
     a, b = trajectory_of(whole), trajectory_of(chunked)
     assert a.latents.shape == b.latents.shape == (5, 6, 4, 64)
     assert np.abs(a.latents - b.latents).max() < 1e-4
     assert np.abs(whole.images.astype(int) - chunked.images).max() <= 1
-    assert same(chunked, DiffusersEngine(policy, batch_size=2).generate(request(5)))
+    assert same(chunked, DiffusersEngine(policy, batch_size=2).generate([request(5)])[0])
 
 
 def test_an_image_depends_on_its_own_seeds(engine: DiffusersEngine) -> None:
-    base = trajectory_of(engine.generate(request(3))).latents
+    base = trajectory_of(engine.generate([request(3)])[0]).latents
     other_start = replace(request(3), initial_seeds=(*request(3).initial_seeds[:2], 99))
     other_noise = replace(request(3), noise_seeds=(*request(3).noise_seeds[:2], 99))
-    started = trajectory_of(engine.generate(other_start)).latents
+    started = trajectory_of(engine.generate([other_start])[0]).latents
     assert np.array_equal(started[:2, 0], base[:2, 0]) and not np.array_equal(started[2, 0], base[2, 0])
-    noised = trajectory_of(engine.generate(other_noise)).latents
+    noised = trajectory_of(engine.generate([other_noise])[0]).latents
     assert np.array_equal(noised[:, 0], base[:, 0])
     assert np.array_equal(noised[:2], base[:2])
     assert np.abs(noised[2, 1] - base[2, 1]).max() > 0.1
@@ -64,17 +64,17 @@ def test_an_image_depends_on_its_own_seeds(engine: DiffusersEngine) -> None:
 def test_noise_falls_only_on_the_noise_steps(policy: QwenImagePolicy, engine: DiffusersEngine) -> None:
     """Two images from one start separate exactly at the first noisy step, and share their path up to there."""
     twins = replace(request(2, noise_steps=(1, 2, 3)), initial_seeds=(5, 5))
-    found = trajectory_of(engine.generate(twins))
+    found = trajectory_of(engine.generate([twins])[0])
     assert found.points == (1, 2, 3, 4) and found.train_steps == (1, 2, 3)
     assert np.abs(found.latents[0, 0] - found.latents[1, 0]).max() < 1e-6
     assert np.abs(found.latents[0, 1] - found.latents[1, 1]).max() > 0.1
     without = replace(twins, noise_steps=(), train_steps=(), kind=EVALUATION)
-    images = engine.generate(without).images
+    images = engine.generate([without])[0].images
     assert np.abs(images[0].astype(int) - images[1]).max() <= 1
 
 
 def test_without_trained_steps_the_final_latents_are_recorded(policy: QwenImagePolicy, engine: DiffusersEngine) -> None:
-    rollout = engine.generate(request(2, noise_steps=()))
+    rollout = engine.generate([request(2, noise_steps=())])[0]
     found = trajectory_of(rollout)
     assert found.points == (6,) and found.latents.shape == (2, 1, 4, 64) and found.log_probs.shape == (2, 0)
     assert np.array_equal(policy.decode(torch.from_numpy(found.latents[:, 0]), 32).numpy(), rollout.images)
@@ -85,7 +85,7 @@ def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float, shared_model
     """No noise after the initial one even if the request names noisy steps, no trajectory."""
     how = sampling(cfg=cfg)
     asked = request(3, how=how, kind=EVALUATION)
-    rollout = DiffusersEngine(shared_models.tiny).generate(asked)
+    rollout = DiffusersEngine(shared_models.tiny).generate([asked])[0]
     assert rollout.trajectory is None
     pipeline = QwenImagePipeline.from_pretrained(resolve_model(ModelConfig()).path)
     pipeline.set_progress_bar_config(disable=True)
@@ -104,22 +104,22 @@ def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float, shared_model
 
 def test_the_prompts_own_negative_and_system_prompt_are_used(engine: DiffusersEngine) -> None:
     how = sampling(cfg=4.0)
-    plain = engine.generate(request(1, how=how))
-    assert same(plain, engine.generate(request(1, how=how, prompt=replace(RED, negative=how.negative_prompt))))
-    assert not same(plain, engine.generate(request(1, how=how, prompt=replace(RED, negative="blue"))))
-    assert not same(plain, engine.generate(request(1, how=how, prompt=replace(RED, system="Be bold."))))
+    plain = engine.generate([request(1, how=how)])[0]
+    assert same(plain, engine.generate([request(1, how=how, prompt=replace(RED, negative=how.negative_prompt))])[0])
+    assert not same(plain, engine.generate([request(1, how=how, prompt=replace(RED, negative="blue"))])[0])
+    assert not same(plain, engine.generate([request(1, how=how, prompt=replace(RED, system="Be bold."))])[0])
 
 
 def test_token_ids_make_the_images_of_their_text(engine: DiffusersEngine) -> None:
     how = sampling(cfg=4.0)
     ids = {"token_ids": tuple(token_ids("blue")), "negative_token_ids": tuple(token_ids("grey"))}
-    tokenised = engine.generate(request(2, how=how, prompt=Prompt(1, "only rewards see this", **ids)))
-    assert same(tokenised, engine.generate(request(2, how=how, prompt=Prompt(1, "blue", negative="grey"))))
-    assert not same(tokenised, engine.generate(request(2, how=how, prompt=Prompt(1, "blue", negative="green"))))
+    tokenised = engine.generate([request(2, how=how, prompt=Prompt(1, "only rewards see this", **ids))])[0]
+    assert same(tokenised, engine.generate([request(2, how=how, prompt=Prompt(1, "blue", negative="grey"))])[0])
+    assert not same(tokenised, engine.generate([request(2, how=how, prompt=Prompt(1, "blue", negative="green"))])[0])
 
 
 def test_latents_that_are_not_finite_name_the_ticket_and_version() -> None:
     policy = adapted_policy()
     next(iter(lora_parameters(policy.transformer).values())).data.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match=r"ticket 0 .*policy version 2.*not finite"):
-        DiffusersEngine(policy).generate(request(1))
+        DiffusersEngine(policy).generate([request(1)])

@@ -62,7 +62,7 @@ def replay(
 def test_the_trainer_replays_a_trajectory_exactly(policy: QwenImagePolicy, kind: str, cfg: float) -> None:
     """With gradients on, in the sampler's shapes: ratio exactly 1. In other shapes: to float tolerance."""
     how = sampling(cfg=cfg, sde_type=kind, noise_level=0.7)
-    found = trajectory_of(DiffusersEngine(policy).generate(request(4, how=how)))
+    found = trajectory_of(DiffusersEngine(policy).generate([request(4, how=how)])[0])
     negative = tensors(policy.encode([how.negative_prompt])[0])
     exact = replay(policy, found, how, negative)
     assert exact.shape == (4, 5) and exact.requires_grad
@@ -76,7 +76,7 @@ def test_a_bfloat16_trajectory_replays_exactly_and_is_stored_in_float32(cfg: flo
     """Only the network computes in bfloat16: rounding the stored latents as well would move the ratio."""
     policy = adapted_policy(dtype="bfloat16")
     how = sampling(cfg=cfg)
-    found = trajectory_of(DiffusersEngine(policy).generate(request(4, how=how)))
+    found = trajectory_of(DiffusersEngine(policy).generate([request(4, how=how)])[0])
     negative = tensors(policy.encode([how.negative_prompt])[0])
     assert found.latents.dtype == found.log_probs.dtype == found.sigmas.dtype == np.float32
     assert wrong_values(policy, found, how, negative) == 0
@@ -91,6 +91,6 @@ def wrong_values(policy: QwenImagePolicy, found: Trajectory, how: Sampling, nega
 
 def test_a_trajectory_of_an_older_version_does_not_replay() -> None:
     policy = adapted_policy()
-    found = trajectory_of(DiffusersEngine(policy).generate(request(4)))
+    found = trajectory_of(DiffusersEngine(policy).generate([request(4)])[0])
     randomise(lora_parameters(policy.transformer), 0.29)
     assert wrong_values(policy, found, sampling(), {}) > 1e-4

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.rollout.batching import BatchingEngine
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive
 from async_flowrl.types import Prompt, RolloutRequest
@@ -31,21 +30,21 @@ def tickets(cfg: float = 1.0) -> list[RolloutRequest]:
 
 @pytest.mark.parametrize(("cfg", "chunk"), [(1.0, None), (4.0, None), (4.0, 1)])
 def test_tickets_of_a_batch_are_what_they_are_alone(policy: Any, cfg: float, chunk: int | None) -> None:
-    engine, alone = (kind(policy, batch_size=chunk) for kind in (BatchingEngine, DiffusersEngine))
-    made = engine.generate_together(tickets(cfg))
+    engine = DiffusersEngine(policy, batch_size=chunk)
+    made = engine.generate(tickets(cfg))
     for one, ticket in zip(made, tickets(cfg), strict=True):
-        expected = trajectory_of(alone.generate(ticket))
+        expected = trajectory_of(engine.generate([ticket])[0])
         assert np.abs(trajectory_of(one).latents - expected.latents).max() < 1e-5
         assert np.abs(trajectory_of(one).log_probs - expected.log_probs).max() < 1e-5
         assert np.array_equal(trajectory_of(one).conditioning["prompt_embeds"], expected.conditioning["prompt_embeds"])
-    for one, again in zip(made, engine.generate_together(tickets(cfg)), strict=True):
+    for one, again in zip(made, engine.generate(tickets(cfg)), strict=True):
         assert np.array_equal(one.images, again.images)
         assert np.array_equal(trajectory_of(one).latents, trajectory_of(again).latents)
 
 
 def test_a_ticket_that_fails_is_named_and_leaves_the_engine_whole(policy: Any) -> None:
-    engine, asked = BatchingEngine(policy), tickets()
+    engine, asked = DiffusersEngine(policy), tickets()
     wrong = replace(asked[1], train_steps=(5,), noise_steps=(1,))
     with pytest.raises(ValueError, match=r"request of ticket 1: train_steps \(5,\)"):
-        engine.generate_together([asked[0], wrong, asked[2]])
-    assert len(engine.generate_together(asked)) == 3
+        engine.generate([asked[0], wrong, asked[2]])
+    assert len(engine.generate(asked)) == 3

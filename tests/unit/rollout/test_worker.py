@@ -1,6 +1,6 @@
 """Tests of the rollout worker: a ticket has the version that its label names, though newer weights arrive."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,11 @@ class Engine:
         assert float(torch.from_numpy(data).view(torch.float32)[0]) == float(self.weight[0])
         self.adopted.append(active)
 
-    def generate(self, request: RolloutRequest) -> Rollout:
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         before = float(self.weight[0])
         self.meanwhile()
         self.seen.append((before, float(self.weight[0])))
-        return Rollout(np.zeros((len(request.images), 1, 1, 3), np.uint8), None, ())
+        return [Rollout(np.zeros((len(request.images), 1, 1, 3), np.uint8), None, ()) for request in requests]
 
 
 def worker_with(k: int) -> tuple[RolloutWorker, Engine, dict[int, str]]:
