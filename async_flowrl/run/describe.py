@@ -7,12 +7,15 @@ from pathlib import Path
 import torch
 
 from async_flowrl.config.placement import placement_of
+from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.observability.terminal import named_lines
 from async_flowrl.run.nodes import LABEL_CHARACTERS
 from async_flowrl.run.pools import pools
-from async_flowrl.run.prepare import Prepared
+from async_flowrl.run.prepare import Prepared, doubts_of
+from async_flowrl.tickets.arithmetic import shape, stored_bytes
+from separation.text_table import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +39,32 @@ def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> 
     return named_lines(rows, LABEL_CHARACTERS)
 
 
-def describe_inputs(prepared: Prepared, resume: Resume = START) -> str:
-    return named_lines([*inputs(prepared), *resumed(resume)], LABEL_CHARACTERS)
+def dry_run_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:
+    """Returns the text that `dry_run` prints: the first lines, tickets, payload in MB, warnings, a table of pools."""
+    config, plan = prepared.config, shape(prepared.config)
+    payload = stored_bytes(prepared.at_largest, prepared.shapes) / 1e6
+    guidance = config.rollout.guidance_scale or config.rollout.true_cfg_scale
+    rows = [
+        ("sampling", f"{config.rollout.num_inference_steps} denoising steps, guidance {guidance:g}"),
+        ("optimizer", f"learning rate {config.trainer.learning_rate:g}"),
+        ("tickets", f"{plan.tickets_per_step} of {config.images_per_ticket} images a step"),
+        ("payload", f"at most {payload:.1f} MB in the object store"),
+    ]
+    warnings = "".join(f"WARNING: {sentence}\n" for sentence in doubts_of(prepared))
+    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
+    table = [
+        (
+            spec.name,
+            spec.size,
+            f"{spec.gpus_per_worker:g}",
+            spec.threads,
+            spec.factory.rpartition(":")[2] + terms.get(spec.name, ""),
+        )
+        for spec in pools(prepared)
+    ]
+    headers = ("pool", "workers", "GPUs each", "threads", "hosts")
+    lines = first_lines(prepared, directory, resume) + named_lines(rows, LABEL_CHARACTERS)
+    return f"{lines}{warnings}{format_table(headers, table)}\n"
 
 
 def resumed(resume: Resume) -> Rows:

@@ -27,14 +27,13 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
 from async_flowrl.observability.terminal import refuse, say
-from async_flowrl.run.describe import describe_inputs, first_lines
+from async_flowrl.run.describe import dry_run_lines, first_lines
 from async_flowrl.run.finish import Ending, after_failure, conclude, finish
 from async_flowrl.run.launch import (
     check_machine,
     check_stored,
     choose_transport,
     compare_devices,
-    describe_run,
     encode_negatives,
     lay_out,
     load_pools,
@@ -78,7 +77,7 @@ def run(
             resume = find_resume(prepared.requests, directory)
             if config.dry_run:
                 directory.claim()
-                say(describe_inputs(prepared, resume) + describe_run(prepared))
+                say(dry_run_lines(prepared, directory.root, resume))
                 return exit_codes.OK
             directory.create(prepared.config, hydra_record)
         except ConfigError as error:

@@ -24,8 +24,8 @@ from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, deadlines_of, outline, pools
-from async_flowrl.run.prepare import Prepared, doubts_of
-from async_flowrl.tickets.arithmetic import SENT_VERSIONS, shape, stored_bytes
+from async_flowrl.run.prepare import Prepared
+from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes
 from async_flowrl.types import Conditioning, EncoderInput
 from checkpoint_engine.transports import AUTO, NCCL, OBJECT_STORE, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
@@ -34,36 +34,10 @@ from separation.placement import ResourcesMissing, check_fits, own_cluster, rese
 from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
 from separation.supervise import deadline
-from separation.text_table import format_table
 
 # Negative prompt → its embeddings, as the model family's network takes them.
 Negatives = dict[EncoderInput, Conditioning]
 DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …
-
-
-def describe_run(prepared: Prepared) -> str:
-    """Returns the text that `dry_run` prints: mode, model, tickets, payload in MB, warnings, and a table of pools."""
-    config, rollout = prepared.config, prepared.config.rollout
-    plan = shape(config)
-    images = config.prompts_per_step * config.group_size
-    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
-    rows = []
-    for spec in pools(prepared):
-        hosted = spec.factory.rpartition(":")[2] + terms.get(spec.name, "")
-        rows.append((spec.name, spec.size, f"{spec.gpus_per_worker:g}", spec.threads, hosted))
-    lines = [
-        f"{config.mode_name}: max_staleness {config.max_staleness}, {config.hand_over} hand-over, "
-        f"{config.placement} pools",
-        f"model {prepared.model.path} ({prepared.model.family}), algorithm {prepared.algorithm.name}",
-        f"{config.total_steps} steps of {images} images: {plan.tickets_per_step} tickets of {config.images_per_ticket}",
-        f"images of {prepared.sizes_in_words}, {rollout.num_inference_steps} denoising steps, guidance "
-        f"{rollout.guidance_scale or rollout.true_cfg_scale:g}; {config.trained_in_words}, "
-        f"learning rate {config.trainer.learning_rate:g}",
-        f"at most {stored_bytes(prepared.at_largest, prepared.shapes) / 1e6:.1f} MB of payload in the object store",
-        *(f"WARNING: {sentence}" for sentence in doubts_of(prepared)),
-        format_table(("pool", "workers", "GPUs each", "threads", "hosts"), rows),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def check_machine(prepared: Prepared) -> None:

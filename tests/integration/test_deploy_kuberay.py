@@ -83,4 +83,4 @@ def test_the_command_of_the_job_composes(tmp_path: Path, monkeypatch: pytest.Mon
             code = verbs.main()
         except SystemExit as end:
             code = int(end.code or 0)
-    assert code == 0 and "model Qwen/Qwen-Image " in out.getvalue()
+    assert code == 0 and "Qwen/Qwen-Image " in out.getvalue()

@@ -10,7 +10,7 @@ from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import gpus_taken
-from async_flowrl.run.launch import describe_run
+from async_flowrl.run.describe import dry_run_lines
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import prepare
 from tests.support.published import COMMIT, use_published_models
@@ -50,7 +50,7 @@ def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
     prepared = prepare(config)
     assert (prepared.model.path, prepared.model.revision) == (model, COMMIT)
     assert prepared.shapes.latents == LATENTS.get(name, LATENTS[name[0]])
-    assert f"model {model} " in describe_run(prepared)
+    assert model in dry_run_lines(prepared, tmp_path)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
@@ -108,7 +108,7 @@ def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
     assert servers.arguments["serve"].command[:6] == [
         *["uv", "run", "--isolated", "--no-project", "--with", "vllm==0.30.0"]
     ]
-    assert re.search(r"server/vlm_ocr +2 +1 ", describe_run(prepared))
+    assert re.search(r"server/vlm_ocr +2 +1 ", dry_run_lines(prepared, tmp_path))
     assert gpus_taken(prepared.config) == 4 + 4 + 2
     plain = recipe("qwen_image_ocr", tmp_path)
     plain.reward, prepared.config.model.dtype = prepared.config.reward, plain.model.dtype

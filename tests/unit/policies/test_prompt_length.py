@@ -10,7 +10,7 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model
-from async_flowrl.run.describe import describe_inputs
+from async_flowrl.run.describe import first_lines
 from async_flowrl.run.prepare import prepare
 from async_flowrl.types import Prompt
 from tests.support.families import model_config
@@ -48,7 +48,7 @@ def test_a_target_behind_the_cut_is_refused_and_the_others_are_counted(tmp_path:
     file = tmp_path / "prompts.txt"
     file.write_text(f"red {LONG}\nred {LONG} again\nred\n")
     config = compose_config("one_step_off", [f"data.train={file}", f"model.max_sequence_length={LIMIT}"])
-    assert "2 of them longer" in " ".join(describe_inputs(prepare(config)).split())
+    assert "2 of them longer" in " ".join(first_lines(prepare(config), tmp_path).split())
     file = tmp_path / "targets.jsonl"
     file.write_text(f'{{"prompt": "{LONG}", "target": "word 59"}}\n')
     ocr = compose_config("one_step_off", [f"data.train={file}", f"model.max_sequence_length={LIMIT}", "reward=ocr"])
