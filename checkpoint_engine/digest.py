@@ -5,7 +5,7 @@ not. Its seed is the tensor's offset in its layout. It detects accidents, but no
 """
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,6 @@ def combine(parts: Iterable[bytes | str]) -> str:
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()
-
-
-def joined_digest(of_ranks: Sequence[str]) -> str:
-    """Returns the digest of weights that lie in shares on several ranks, from the shares' digests in rank order."""
-    return combine(of_ranks)
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -32,7 +32,7 @@ from async_flowrl.training.checkpoint import (
 )
 from async_flowrl.types import EVALUATION, TRAIN
 from checkpoint_engine import Draft, Layout, weights_digest
-from checkpoint_engine.digest import joined_digest
+from checkpoint_engine.digest import combine
 from checkpoint_engine.gather import shard_rows
 from separation.text_table import format_table
 
@@ -232,7 +232,7 @@ def _masters(checkpoint: Checkpoint) -> str:
     if ranks is None:
         return weights_digest(masters)
     whole = dict(masters)
-    return joined_digest([weights_digest(_share(whole, ranks, rank)) for rank in range(ranks)])
+    return combine([weights_digest(_share(whole, ranks, rank)) for rank in range(ranks)])
 
 
 def _share(tensors: Mapping[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Checkpoints: what they contain, how one is written, and how it is read.
 
-Folders of safetensors and JSON files, whose digests are checked on every read:
+Folders of safetensors (or torch's) and JSON files, whose digests are checked on every read:
 
 checkpoints/step_N/
     manifest.json            SHA-256 and size of every other file, format version
@@ -9,7 +9,7 @@ checkpoints/step_N/
     retained.safetensors     <version>/<name>: the last max_staleness + 1 versions, from which rollouts sample
     held.safetensors         <stream>/<version>: versions of a LoRA that evaluations may still ask for, if there are any
     ema.safetensors, sampling.safetensors, algorithm.safetensors    if the run has them
-    shards/                  instead of all these, where each rank has a share of the weights (shard_checkpoint.py)
+    shards/rank_R.pt         instead of all these, where each rank has a share: its rows of the tensors, by torch.save
     trainer.json             counters, LoRA rank and alpha
     controller.json          state of the controller
 checkpoints/latest           name of the last one, for people; no code reads it
@@ -22,26 +22,33 @@ import logging
 import os
 import re
 import shutil
+import socket
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
+from async_flowrl.policies.stored import Weights
+
 RANKS = "ranks"  # Key of trainer.json, only where each of so many ranks has a share of the weights.
+
+
+# Part (weights, optimizer, ...), the name of its file without the suffix → name → CPU tensor.
+Parts = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """The contents of a checkpoint."""
 
-    # File without its suffix (weights, optimizer, ...) → name → CPU tensor.
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Parts
     trainer: Mapping[str, Any]  # State of the trainer, as JSON values.
     controller: Mapping[str, Any]  # State of the controller, as JSON values.
 
@@ -131,9 +138,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     files = verify_checkpoint(path)
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
     if RANKS in trainer:
-        from async_flowrl.training.shard_checkpoint import whole_parts
-
-        return Checkpoint(whole_parts(path / FOLDER), trainer, controller)
+        return Checkpoint(whole_parts(path, trainer[RANKS]), trainer, controller)
     parts = [name.removesuffix(".safetensors") for name in files if name.endswith(".safetensors")]
     try:
         return Checkpoint({part: load_file(path / f"{part}.safetensors") for part in parts}, trainer, controller)
@@ -141,14 +146,51 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {error}") from error
 
 
-def read_share(path: Path, ranks: int, read: Callable[[Path], Mapping[str, Mapping[str, Tensor]]]) -> Checkpoint:
-    """Returns one rank's tensors of a sharded checkpoint that all ranks have checked, by `read`.
+def write_share(folder: Path, rank: int, parts: Parts) -> "dict[str, Description]":
+    """Writes and syncs a rank's share into the folder of a checkpoint; returns its name and description.
+
+    Raises OSError.
+    """
+    if not folder.is_dir():
+        where = f"{socket.gethostname()} does not see this folder; output_dir must be one that all trainer ranks share"
+        raise FileNotFoundError(errno.ENOENT, where, str(folder))
+    name = _share_name(rank)
+    (folder / FOLDER).mkdir(exist_ok=True)
+    try:
+        with (folder / name).open("wb") as file:
+            torch.save({part: dict(tensors) for part, tensors in parts.items()}, file)
+        sync(folder / name)
+    except (OSError, RuntimeError) as error:  # On a full disk torch finds its place in the file wrong, and says that.
+        why = error if isinstance(error, OSError) else error.__context__ or error
+        raise OSError(f"a trainer rank cannot write its share of a checkpoint: {why}") from error
+    return {name: _describe(folder / name)}
+
+
+def read_share(path: Path, rank: int, ranks: int) -> Checkpoint:
+    """Returns one rank's tensors of a sharded checkpoint that all ranks have checked.
 
     Raises ValueError, which names them, for another number of ranks.
     """
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
     check_ranks(path, trainer, ranks)
-    return Checkpoint(read(path / FOLDER), trainer, controller)
+    return Checkpoint(torch.load(path / _share_name(rank), weights_only=True), trainer, controller)
+
+
+class ShardedTensors(Weights):
+    """The whole tensors of one part by name; each access reads the tensor from the files of all ranks."""
+
+    def __init__(self, by_rank: Sequence[Mapping[str, Tensor]]) -> None:
+        self.sources = {name: [tensors[name] for tensors in by_rank] for name in sorted(by_rank[0])}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.cat(self.sources[name])
+
+
+def whole_parts(path: Path, ranks: int) -> Parts:
+    """Returns all parts of a sharded checkpoint, whose tensors are read when they are asked for."""
+    shares = [torch.load(path / _share_name(rank), weights_only=True, mmap=True) for rank in range(ranks)]
+    parts: dict[str, Mapping[str, Tensor]] = {part: ShardedTensors([s[part] for s in shares]) for part in shares[0]}
+    return parts | {part: shares[0][part] for part in (REPLICATED,) if part in parts}
 
 
 def check_ranks(path: Path, trainer: Mapping[str, Any], ranks: int | None) -> None:
@@ -171,8 +213,9 @@ def read_controller(path: Path) -> dict[str, Any]:
 FORMAT = 4
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
 FOLDER = "shards"  # Folder of a checkpoint with the files of all ranks, where each has a share of the weights.
-# Name of a file with the share of a rank, as torch.distributed.checkpoint names it; the group is the rank.
-_SHARE = re.compile(rf"{FOLDER}/__(\d+)_\d+\.distcp")
+# Name of a file with the share of a rank; the group is the rank.
+_SHARE = re.compile(rf"{FOLDER}/rank_(\d+)\.pt")
+REPLICATED = "algorithm"  # Part of a checkpoint of which every rank has all: the state of an algorithm.
 Description = Mapping[str, Any]  # Size of a file in bytes (`bytes`) and its digest (`sha256`, hex).
 
 
@@ -213,12 +256,6 @@ def _check_sizes(folder: Path, described: Mapping[str, Description]) -> None:
             raise OSError(errno.EIO, f"it has {size:,} bytes, its writer wrote {wrote:,}", str(folder / name))
 
 
-def described_share(folder: Path, rank: int) -> dict[str, Description]:
-    """Returns the descriptions of the files that `rank` has written into the folder of a checkpoint, by their names."""
-    names = [file.relative_to(folder).as_posix() for file in sorted((folder / FOLDER).iterdir())]
-    return {name: _describe(folder / name) for name in names if _rank_of(name) == rank}
-
-
 def verify_checkpoint(path: Path, *, shares: bool = True) -> list[str]:
     """Checks every file against the manifest (of shares only their size without `shares`) and returns the names.
 
@@ -257,6 +294,10 @@ def _check(path: Path, name: str, expected: Description, *, hashed: bool) -> Non
         raise DamagedCheckpoint(f"checkpoint {path} lacks {name}")
     if file.stat().st_size != expected["bytes"] or (hashed and _describe(file) != expected):
         raise DamagedCheckpoint(f"checkpoint {path}: {name} does not have the size and digest it was written with")
+
+
+def _share_name(rank: int) -> str:
+    return f"{FOLDER}/rank_{rank}.pt"
 
 
 def _rank_of(name: str) -> int | None:

@@ -13,30 +13,27 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from async_flowrl.policies.base import Policy
 from async_flowrl.training.checkpoint import (
-    FOLDER,
     RANKS,
     Checkpoint,
     Description,
     begin_checkpoint,
     complete,
-    described_share,
     end_checkpoint,
     read_share,
     verify_share,
+    write_share,
 )
 from async_flowrl.training.flat import FlatParameters, moved_to
 from async_flowrl.training.fsdp import World, free_gathered
-from async_flowrl.training.shard_checkpoint import Parts, Shapes, read_shards, write_shards
 from checkpoint_engine import weights_digest
-from checkpoint_engine.digest import joined_digest
+from checkpoint_engine.digest import combine
 from checkpoint_engine.gather import shard_rows
 
 
@@ -157,63 +154,49 @@ def one_dtype(transformer: nn.Module) -> torch.dtype:
     return most
 
 
-def host_mesh(world: World) -> DeviceMesh:
-    """Returns the ranks as a mesh of hosts, for shares in host memory."""
-    return init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a rank says of its share of a checkpoint when that is on the disk."""
-
-    digest: str  # Of its float32 masters (`weights_digest`).
-    files: Mapping[str, Description]  # By name in the checkpoint's folder.
-
-
 @dataclass
 class ShardSaving:
-    """Writing of shares beside the training, on a process group of its own: `begin` on the first rank, `write`, `end`.
+    """Writing of shares beside the training: `begin` on the first rank, `write` on all, `end` on the first.
 
     A run that goes on calls `verify` on all ranks, and `read` when all have found their shares sound.
     """
 
     world: World
-    shapes: Shapes
-    mesh: DeviceMesh
-    group: dist.ProcessGroup
     # Version and this rank's share of what a checkpoint holds; set by TrainerWorker.snapshot.
     snapshot: tuple[int, Checkpoint] | None = None
     verified: str | None = None  # Folder of the checkpoint whose share was last verified.
-
-    @classmethod
-    def of(cls, world: World, shapes: Shapes) -> "ShardSaving":
-        """All ranks must call it together. `shapes` are those of whole tensors."""
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        return cls(world, shapes, host_mesh(world), group)
 
     def begin(self, directory: str) -> str:
         """Returns a new folder for the checkpoint's files. Raises OSError if there is no room for them."""
         _, checkpoint = self._taken("begin")
         return str(begin_checkpoint(Path(directory), self.world.size * checkpoint.nbytes))
 
-    def write(self, work: str) -> Written:
-        """Writes this rank's share of the snapshot into that folder, and hashes it; the training waits for neither."""
+    def write(self, work: str) -> tuple[str, Mapping[str, Description]]:
+        """Writes this rank's share of the snapshot into that folder; the training waits for nothing of it.
+
+        Returns the digest of its float32 masters (`weights_digest`), and its files' descriptions by name.
+        """
         _, checkpoint = self._taken("write")
-        self._write(Path(work) / FOLDER, checkpoint.tensors)
-        written = Written(weights_digest(checkpoint.tensors["weights"]), described_share(Path(work), self.world.rank))
+        files = write_share(Path(work), self.world.rank, checkpoint.tensors)
+        digest = weights_digest(checkpoint.tensors["weights"])
         if self.world.rank != 0:
             self.snapshot = None
-        return written
+        return digest, files
 
     def end(
-        self, work: str, controller: Mapping[str, Any], written: Sequence[Written], keep: int, spare: Sequence[int]
+        self,
+        work: str,
+        controller: Mapping[str, Any],
+        written: Sequence[tuple[str, Mapping[str, Description]]],
+        keep: int,
+        spare: Sequence[int],
     ) -> str:
         """Makes the folder, `written` by all ranks, the checkpoint; returns its path. Raises OSError."""
         version, checkpoint = self._taken("end")
         self.snapshot = None
-        digest = joined_digest([share.digest for share in written])
+        digest = combine([of_share for of_share, _ in written])
         trainer = {**checkpoint.trainer, RANKS: self.world.size, "weights_digest": digest}
-        complete(Path(work), trainer, controller, {name: d for share in written for name, d in share.files.items()})
+        complete(Path(work), trainer, controller, {name: d for _, files in written for name, d in files.items()})
         return str(end_checkpoint(Path(work), version, keep=keep, spare=spare))
 
     def _taken(self, call: str) -> tuple[int, Checkpoint]:
@@ -234,10 +217,4 @@ class ShardSaving:
         if self.verified != path:
             raise RuntimeError(f"checkpoint {path} is read before its shares are verified")
         self.verified = None
-        return read_share(Path(path), self.world.size, self._read)
-
-    def _write(self, folder: Path, parts: Parts) -> None:
-        write_shards(folder, parts, self.shapes, self.mesh, self.group)
-
-    def _read(self, folder: Path) -> Parts:
-        return read_shards(folder, self.mesh)
+        return read_share(Path(path), self.world.rank, self.world.size)

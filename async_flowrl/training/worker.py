@@ -110,7 +110,7 @@ class TrainerWorker:
         self.world, self.policy = loaded.world, loaded.policy
         if self.world.by_group:
             self.parameters = ShardedParameters(loaded.trained, self.policy.transformer, self.world, self.device)
-            self.saving = ShardSaving.of(self.world, self.parameters.wholes)
+            self.saving = ShardSaving(self.world)
         else:
             self.parameters = FlatParameters(loaded.trained, self.device)
         prefetch(self.policy, self.config.trainer.prefetch)

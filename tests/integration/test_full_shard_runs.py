@@ -30,7 +30,7 @@ SHARDED = (
     "save.keep=3",
     "checkpoint_engine.bucket_bytes=65536",
 )
-DAMAGED = "shards/__1_0.distcp"
+DAMAGED = "shards/rank_1.pt"
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,21 @@
 """Toy trainer ranks that have a share of the weights each (tune=full with trainer.shard=full), for toy runs (toy.py).
 
 A share is the rows that FSDP2 gives a rank. In place of collectives, ranks that have met see each other's objects.
-Their checkpoints are real: each rank writes a file of its own, in the format of torch.distributed.checkpoint, hashes it
-and verifies it.
+Their checkpoints are real: each rank writes a file of its own, hashes it and verifies it.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
 from async_flowrl.config.schema import Config
-from async_flowrl.training.checkpoint import FOLDER, RANKS, TRAINER, Checkpoint
+from async_flowrl.training.checkpoint import FOLDER, Checkpoint
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.shard_checkpoint import Parts, SafeReader, _load, whole_parts
-from async_flowrl.training.sharded import ShardSaving, Written
+from async_flowrl.training.sharded import ShardSaving
 from async_flowrl.types import POLICY
 from checkpoint_engine import (
     CANARY_VERSION,
@@ -40,79 +32,27 @@ from tests.support.failing_disk import failing_disk
 from tests.support.toy_trainer import ToyTrainer
 from tests.support.toy_weights import SIZE, ToySender, copied, toy_lora, toy_tensors
 
-SHAPES: Mapping[str, tuple[int, ...]] = {
-    **{name: tuple(tensor.shape) for name, tensor in toy_tensors().items()},
-    "momentum": (SIZE, 2),
-}
-"""Last part of a tensor's name in a checkpoint → shape of the whole tensor."""
 SPOILT = "layer.lora_B.weight"
 """Name of the tensor that `spoil_share` damages."""
-CALLS_OF_A_CHECKPOINT, CALLS_OF_AN_END = 11, 16
+CALLS_OF_A_CHECKPOINT, CALLS_OF_AN_END = 10, 15
 """Syncs and renames of `saving.end` until the checkpoint counts, and until older ones are gone."""
-
-
-class _OwnRows(DefaultSavePlanner):
-    """Finds what a rank writes by its name; its tensors are rows of others, of which DefaultSavePlanner knows none."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn]
 
 
 @dataclass
 class ToySaving(ShardSaving):
-    """As ShardSaving; a rank needs no other one to write its file, and the first one describes those of all."""
+    """As ShardSaving, on a disk that fails where the trainer's fault says so."""
 
     trainer: "ToyShareTrainer" = field(kw_only=True)
-    came: tuple[SavePlan, list[WriteResult]] = (SavePlan([]), [])
-    """What this rank has written last."""
 
-    def write(self, work: str) -> Written:
+    def write(self, work: str) -> Any:
         with failing_disk(self.trainer.take_spoil(), at=1):
             return super().write(work)
 
-    def end(
-        self, work: str, controller: Mapping[str, Any], written: Sequence[Written], keep: int, spare: Sequence[int]
-    ) -> str:
+    def end(self, work: str, controller: Mapping[str, Any], *arguments: Any) -> str:
         spoil, version = self.trainer.take_spoil(), int(controller["version"])
         at = 1 + 5 * version % (CALLS_OF_A_CHECKPOINT if spoil == "full" else CALLS_OF_AN_END)
         with failing_disk(spoil, at=at):
-            plans, results = zip(*(rank.saving.came for rank in self.trainer.peers()), strict=True)
-            _, metadata = create_default_global_save_plan(list(plans))
-            FileSystemWriter(str(Path(work) / FOLDER)).finish(metadata, list(results))
-            return super().end(work, controller, written, keep, spare)
-
-    def _write(self, folder: Path, parts: Parts) -> None:
-        rows = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-        items = [item for name, own in rows.items() for item in self._items(name, own)]
-        writer, planner = FileSystemWriter(str(folder)), _OwnRows()
-        writer.prepare_local_plan(SavePlan(items))
-        plan = writer.prepare_global_plan([SavePlan(items)] * self.world.size)[self.world.rank]
-        planner.set_up_planner(cast("Any", rows))
-        self.came = plan, writer.write_data(plan, planner).wait()
-
-    def _items(self, name: str, own: Tensor) -> Iterable[WriteItem]:
-        """Yields what says where a rank's rows belong in a tensor; nothing for a rank without any."""
-        whole = torch.Size(SHAPES[name.rpartition("/")[2]])
-        start = shard_rows(whole[0], self.world.size, self.world.rank).start
-        offsets = torch.Size([start] + [0] * (len(whole) - 1))
-        if len(own):
-            data = TensorWriteData(
-                ChunkStorageMetadata(offsets, own.shape), TensorProperties.create_from_tensor(own), whole
-            )
-            yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
-
-    def _read(self, folder: Path) -> Parts:
-        reader = SafeReader(str(folder))
-        stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-        state: dict[str, Tensor] = {
-            key: torch.empty(each.size, dtype=each.properties.dtype) for key, each in stored.items()
-        }
-        _load(state, reader)
-        parts: dict[str, dict[str, Tensor]] = {}
-        for key, whole in state.items():
-            part, name = key.split("/", 1)
-            parts.setdefault(part, {})[name] = self.trainer.own(whole).clone()
-        return parts
+            return super().end(work, controller, *arguments)
 
 
 class ToyShareSender(ToySender):
@@ -164,8 +104,7 @@ class ToyShareTrainer(ToyTrainer):
         sender = ToyShareSender(self.retained, self.averages)
         sender.trainer = self
         self.sender = self.versions = sender
-        nothing: Any = None  # toy ranks have no process group
-        self.saving = ToySaving(self.world, SHAPES, nothing, nothing, trainer=self)
+        self.saving = ToySaving(self.world, trainer=self)
 
     @property
     def position(self) -> World:
@@ -210,7 +149,7 @@ class ToyShareTrainer(ToyTrainer):
 def spoil_share(checkpoint: Path, rank: int, how: str = "flip") -> None:
     """Damages the share of a rank: "flip" turns one bit of its weights, "truncate" cuts its end off, "remove" removes
     its file."""
-    file = checkpoint / FOLDER / f"__{rank}_0.distcp"
+    file = checkpoint / FOLDER / f"rank_{rank}.pt"
     if how == "remove":
         file.unlink()
         return
@@ -218,12 +157,6 @@ def spoil_share(checkpoint: Path, rank: int, how: str = "flip") -> None:
     if how == "truncate":
         file.write_bytes(data[:-4])
         return
-    reader = SafeReader(str(checkpoint / FOLDER))
-    stored = reader.read_metadata().storage_data.items()
-    (place,) = (at for key, at in stored if (key.fqn, at.relative_path) == ("weights/" + SPOILT, file.name))
-    weights = whole_parts(checkpoint / FOLDER)["weights"][SPOILT]
-    rows = shard_rows(len(weights), json.loads((checkpoint / TRAINER).read_text())[RANKS], rank)
-    # A retained version can have the same bytes in another place of the file.
-    end = place.offset + place.length
-    data[data.index(tensor_bytes(weights[rows.start : rows.stop]).tobytes(), place.offset, end)] ^= 1
+    spoilt = torch.load(file)["weights"][SPOILT]
+    data[data.index(tensor_bytes(spoilt).tobytes())] ^= 1  # The weights are in front of retained versions of them.
     file.write_bytes(data)

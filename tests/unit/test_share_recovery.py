@@ -76,7 +76,7 @@ def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> Non
     assert logged(tmp_path / "two") == logged(tmp_path / "one") == undisturbed(1).lines
     assert evaluations(tmp_path / "two") == evaluations(tmp_path / "one")
     files = {file.name for file in (tmp_path / "two" / "checkpoints" / "step_6" / "shards").iterdir()}
-    assert files == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert files == {"rank_0.pt", "rank_1.pt"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Tests of checkpoints in shares, as far as one process can run them."""
 
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -14,9 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
 
 from async_flowrl.training.checkpoint import (
     FOLDER,
@@ -24,24 +20,30 @@ from async_flowrl.training.checkpoint import (
     DamagedCheckpoint,
     begin_checkpoint,
     complete,
-    described_share,
     end_checkpoint,
     find_checkpoint,
     read_checkpoint,
     verify_checkpoint,
     verify_share,
+    whole_parts,
+    write_share,
 )
 from async_flowrl.training.fsdp import World
-from async_flowrl.training.shard_checkpoint import SafeReader, whole_parts, write_shards
-from async_flowrl.training.sharded import ShardSaving, host_mesh
+from async_flowrl.training.sharded import ShardSaving
 
-PARTS = {"weights/a": torch.arange(6.0).reshape(3, 2), "weights/b.c": torch.ones(2), "retained/4/a": torch.zeros(3, 2)}
+PARTS = {
+    "weights": {"a": torch.arange(6.0).reshape(3, 2), "b.c": torch.ones(2)},
+    "retained": {"4/a": torch.zeros(3, 2)},
+    "algorithm": {"count": torch.tensor(3)},
+}
+NOTHING = {part: {name: tensor[:0] for name, tensor in PARTS[part].items()} for part in ("weights", "retained")}
+NOTHING["algorithm"] = PARTS["algorithm"]
 
 
 def written(directory: Path, step: int = 4) -> Path:
     work = begin_checkpoint(directory, 0)
-    save(dict(PARTS), checkpoint_id=str(work / FOLDER), no_dist=True)
-    complete(work, {"version": step, RANKS: 2}, {"version": step})
+    described = write_share(work, 0, PARTS) | write_share(work, 1, NOTHING)
+    complete(work, {"version": step, RANKS: 2}, {"version": step}, described)
     return end_checkpoint(work, step, keep=2)
 
 
@@ -58,21 +60,20 @@ def hashed() -> Iterator[list[str]]:
         yield names
 
 
-SMALL, SHARE = [".metadata", "controller.json", "trainer.json"], "__0_0.distcp"
+SMALL, SHARE = ["controller.json", "trainer.json"], "rank_0.pt"
 
 
 def test_the_share_of_a_rank_is_hashed_by_that_rank_alone(tmp_path: Path) -> None:
     """When it is written, and when a run goes on from it; whoever reads whole tensors checks all."""
     work = begin_checkpoint(tmp_path, 0)
-    save(dict(PARTS), checkpoint_id=str(work / FOLDER), no_dist=True)
-    described = described_share(work, 0)
-    assert list(described) == [f"{FOLDER}/{SHARE}"] and described_share(work, 1) == {}
+    described = write_share(work, 0, PARTS)
+    assert list(described) == [f"{FOLDER}/{SHARE}"]
     with hashed() as names:
-        complete(work, {"version": 4, RANKS: 2}, {"version": 4}, described)
+        complete(work, {"version": 4, RANKS: 1}, {"version": 4}, described)
     assert sorted(names) == SMALL
     path = end_checkpoint(work, 4, keep=2)
     written_there = json.loads((path / "manifest.json").read_text())["files"]
-    assert written_there[f"{FOLDER}/{SHARE}"] == described[f"{FOLDER}/{SHARE}"] and len(written_there) == 4
+    assert written_there[f"{FOLDER}/{SHARE}"] == described[f"{FOLDER}/{SHARE}"] and len(written_there) == 3
     for check, share in (
         (lambda: verify_checkpoint(path, shares=False), []),
         (lambda: find_checkpoint(tmp_path, shares=False), []),
@@ -88,8 +89,7 @@ def test_the_share_of_a_rank_is_hashed_by_that_rank_alone(tmp_path: Path) -> Non
 
 def test_a_share_that_is_not_there_as_it_was_written_makes_no_checkpoint(tmp_path: Path) -> None:
     work = begin_checkpoint(tmp_path, 0)
-    save(dict(PARTS), checkpoint_id=str(work / FOLDER), no_dist=True)
-    described, share = described_share(work, 0), work / FOLDER / SHARE
+    described, share = write_share(work, 0, PARTS), work / FOLDER / SHARE
     data = share.read_bytes()
     share.write_bytes(data[:-1])
     with pytest.raises(OSError, match=rf"it has {len(data) - 1:,} bytes, its writer wrote {len(data):,}.*{SHARE}"):
@@ -117,54 +117,51 @@ def test_a_damaged_share_is_found_by_its_rank_and_a_short_one_by_all(tmp_path: P
     assert find_checkpoint(tmp_path, shares=False) == path and find_checkpoint(tmp_path) is None
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_share_is_not_read_before_it_is_verified(tmp_path: Path) -> None:
-    path, saving = written(tmp_path), ShardSaving.of(World(0, 1), {"a": (3, 2)})
+    path, saving = written(tmp_path), ShardSaving(World(1, 2))
     with pytest.raises(RuntimeError, match="is read before its shares are verified"):
         saving.read(str(path))
     saving.verify(str(path))
     with pytest.raises(RuntimeError, match="is read before its shares are verified"):
         saving.read(str(path.with_name("step_5")))
+    assert saving.read(str(path)).tensors["retained"]["4/a"].shape == (0, 2)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[tuple[DeviceMesh, dist.ProcessGroup]]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield host_mesh(World(0, 1)), dist.new_group(backend="gloo")
-    dist.destroy_process_group()
+def test_whole_tensors_are_the_rows_of_all_ranks(tmp_path: Path) -> None:
+    parts = read_checkpoint(written(tmp_path)).tensors
+    assert {part: [*tensors] for part, tensors in parts.items()} == {part: [*of] for part, of in PARTS.items()}
+    assert all(torch.equal(parts[part][name], tensor) for part, of in PARTS.items() for name, tensor in of.items())
 
 
-@pytest.mark.parametrize("size", [200, 5_000, 6_000_000])
-def test_a_disk_that_is_full_in_the_middle_of_a_write_is_named_as_that(
-    tmp_path: Path, one_rank: tuple[DeviceMesh, dist.ProcessGroup], size: int
-) -> None:
+@pytest.mark.parametrize("size", [200, 5_000, 3_000_000])
+def test_a_disk_that_is_full_in_the_middle_of_a_write_is_named_as_that(tmp_path: Path, size: int) -> None:
     """Large tensors are not buffered: torch.save finds their place wrong afterwards, and says only that."""
-    shapes = dict.fromkeys("ab", (1000, 1000))
-    parts = {"weights": {name: torch.ones(shape) for name, shape in shapes.items()}}
+    parts = {"weights": {name: torch.ones(1000, 1000) for name in "ab"}}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         with pytest.raises(OSError, match=r"a trainer rank cannot write its share of a checkpoint: .*too large"):
-            write_shards(tmp_path / FOLDER, parts, shapes, *one_rank)
+            write_share(tmp_path, 0, parts)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    write_shards(tmp_path / FOLDER, parts, shapes, *one_rank)
-    whole = whole_parts(tmp_path / FOLDER)["weights"]
+    write_share(tmp_path, 0, parts)
+    whole = whole_parts(tmp_path, 1)["weights"]
     assert torch.equal(whole["b"], torch.ones(1000, 1000))
-    for file in (tmp_path / FOLDER).glob("*.distcp"):
-        file.unlink()
-    assert "b" in whole and "c" not in whole, "which reads no tensor"
+    assert "b" in whole and "c" not in whole
+
+
+def test_a_folder_that_a_rank_does_not_see_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="output_dir must be one that all trainer ranks share"):
+        write_share(tmp_path / "elsewhere", 0, PARTS)
+
+
+def test_a_share_runs_no_code(tmp_path: Path) -> None:
+    write_share(tmp_path, 0, PARTS)
+    torch.save({"weights": Evil()}, tmp_path / FOLDER / SHARE)
+    with pytest.raises(pickle.UnpicklingError):
+        whole_parts(tmp_path, 1)
 
 
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("true",)
-
-
-@pytest.mark.parametrize("what", [Evil(), io.BytesIO(b""), {"a": 1}], ids=["a call", "another class", "no metadata"])
-def test_metadata_runs_no_code(tmp_path: Path, what: object) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(what))
-    with pytest.raises(ValueError, match=r"which torch does not put there|the metadata is a dict"):
-        SafeReader(str(tmp_path)).read_metadata()
-    with pytest.raises(ValueError, match="metadata"):
-        whole_parts(tmp_path)

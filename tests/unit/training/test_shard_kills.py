@@ -62,7 +62,7 @@ def reads_a_share(event: str, arguments: tuple[Any, ...]) -> int | None:
     """Returns the rank whose share a file has that is opened to be read; os.open, to sync it, has no mode."""
     mode = arguments[1] if event == "open" else None
     name = Path(str(arguments[0])).name if mode is not None and "r" in mode else ""
-    return int(name[2]) if name.startswith("__") and name.endswith(".distcp") else None
+    return int(name[5]) if name.startswith("rank_") and name.endswith(".pt") else None
 
 
 def write(folder: str, version: int, world: World, death: Death | None) -> None:
@@ -70,7 +70,7 @@ def write(folder: str, version: int, world: World, death: Death | None) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}.store", world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    saving = ShardSaving.of(world, SHAPES)
+    saving = ShardSaving(world)
     saving.snapshot = version, contents(version, world)
     left, others = [0 if death is None else death.before], []
 
