@@ -6,7 +6,6 @@ same advantage.
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +27,15 @@ class GroupAdvantages:
         self.config = config
         self.group_local = not config.global_std
 
-    def advantages(self, rewards: Mapping[str, Groups], **options: Any) -> list[FloatArray]:
+    def advantages(
+        self,
+        rewards: Mapping[str, Groups],
+        *,
+        weights: Mapping[str, float] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> list[FloatArray]:
         """Returns `compute_advantages` with this algorithm's configuration."""
-        return compute_advantages(rewards, self.config, **options)
+        return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
 
     def select(self, advantages: FloatArray) -> list[int]:
         return list(range(len(advantages)))

@@ -125,7 +125,10 @@ class PolicyGradient(GroupAdvantages, ABC):
             sde_type=self.config.sde_type,
             noise_level=self.config.noise_level,
         )
-        value = sde.log_prob(batch.next_latents, step, "sde" if self.gaussian else self.config.sde_type)
+        if self.gaussian:
+            value = sde.gaussian_log_prob(batch.next_latents, step)
+        else:
+            value = sde.log_prob(batch.next_latents, step, self.config.sde_type)
         return {"log_prob": value, "mean": step.mean, "std": step.std.flatten()}
 
     def loss(

@@ -126,7 +126,8 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
     if refusal := unused_field(config):
         raise ValueError(refusal)
     if final and config.correction not in (None, "none"):
-        raise ValueError(f"{config.name} trains on final images, without algorithm.correction={config.correction}")
+        no_use = f"{config.name} trains on final images, for which algorithm.correction={config.correction} has no use"
+        raise ValueError(f"{no_use}: set algorithm.correction=null")
     if config.name == DiffusionNFT.name and math.isinf(config.adv_clip_max):
         raise ValueError("algorithm.adv_clip_max=inf would make every loss of diffusion_nft infinite: give a number")
     if config.options and config.name in BUILT_IN:

@@ -178,7 +178,9 @@ def split_files(path: Path, split: str) -> list[Path] | None:
     if not path.is_dir() or (path / "state.json").is_file():
         return [path]
     described = path / "dataset_dict.json"
-    datasets = _listed(described, lambda content: content["splits"]) if described.is_file() else []
+    datasets = (
+        _listed(described, lambda content: [str(name) for name in content["splits"]]) if described.is_file() else []
+    )
     for name in NAMES[split]:
         if name in datasets:
             return [path / name]

@@ -6,7 +6,6 @@ mapping per image with `score` and extras: further numbers or strings about an i
 
 import asyncio
 import inspect
-import itertools
 import math
 import re
 import time
@@ -154,10 +153,13 @@ class _Calls:
     retries: int = 0
 
     @property
-    def where(self) -> str:
+    def shown(self) -> str:
         text = self.prompt.text
-        shown = text if len(text) <= MAX_PROMPT else f"{text[:MAX_PROMPT]}…"
-        return f"reward {self.term.name!r} on prompt {shown!r}"
+        return repr(text if len(text) <= MAX_PROMPT else f"{text[:MAX_PROMPT]}…")
+
+    @property
+    def where(self) -> str:
+        return f"reward {self.term.name!r} on prompt {self.shown}"
 
     async def call(self, images: ByteArray) -> Any:
         """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
@@ -167,7 +169,8 @@ class _Calls:
         except (Exception, SystemExit) as error:
             if isinstance(refusal := leaves(error)[0], PromptRefused):
                 raise PromptRefused(f"reward {self.term.name!r}: {refusal}") from error
-            raise RewardError(f"{self.where.replace(' on ', ' failed on ', 1)}: {in_one_line(error)}") from error
+            what = f"reward {self.term.name!r} failed on prompt {self.shown}"
+            raise RewardError(f"{what}: {in_one_line(error)}") from error
 
     def _called(self, images: ByteArray) -> Any:
         try:
@@ -177,7 +180,8 @@ class _Calls:
 
     async def image(self, image: ByteArray, config: RewardConfig, places: asyncio.Semaphore) -> Result:
         """Returns one image's result after at most `config.retries` retries. Raises the last try's RewardError."""
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             try:
                 async with places:
                     return image_result(self.where, await self.call(image))
@@ -186,7 +190,7 @@ class _Calls:
                     raise
             self.retries += 1
             await asyncio.sleep(config.backoff * 2**attempt)
-        raise AssertionError("unreachable")
+            attempt += 1
 
 
 async def score_term(

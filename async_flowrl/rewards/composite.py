@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
@@ -20,7 +20,7 @@ class CompositeReward:
     """The weighted sum of `terms`; `config` limits the retries and the concurrency of pointwise terms."""
 
     terms: tuple[Term, ...]
-    config: RewardConfig = field(default_factory=RewardConfig)
+    config: RewardConfig
 
     @property
     def needs_target(self) -> bool:

@@ -125,8 +125,10 @@ def cosine_distance(reward: Any, images: ByteArray) -> float:
     A zero vector has cosine 0 to every other. Raises ValueError if the features are not n vectors of finite numbers.
     """
     features = np.asarray(reward.features(images), dtype=np.float64)
-    if features.ndim != 2 or len(features) != len(images) or not np.isfinite(features).all():
-        raise ValueError(f"expected {len(images)} vectors of finite numbers, got shape {features.shape} or NaN")
+    if features.ndim != 2 or len(features) != len(images):
+        raise ValueError(f"expected {len(images)} vectors, got an array of shape {list(features.shape)}")
+    if not np.isfinite(features).all():
+        raise ValueError("expected vectors of finite numbers, got NaN or infinity")
     lengths = np.linalg.norm(features, axis=1, keepdims=True)
     unit = features / np.where(lengths > 0.0, lengths, 1.0)
     return float(np.mean(1.0 - (unit @ unit.T)[np.triu_indices(len(images), k=1)]))

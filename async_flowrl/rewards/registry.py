@@ -108,7 +108,7 @@ def prompt_check(config: RewardConfig) -> Callable[[Prompt], None] | None:
     checking = {key: term for key, term in config.terms.items() if hasattr(resolve_term(key, term), "check")}
     if not checking:
         return None
-    reward = CompositeReward(tuple(_build(key, term) for key, term in checking.items()))
+    reward = CompositeReward(tuple(_build(key, term) for key, term in checking.items()), config)
     return lambda prompt: reward.check((prompt,))
 
 

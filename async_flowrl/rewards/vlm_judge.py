@@ -53,8 +53,10 @@ MAX_REPLY_BYTES = 4 * 2**20
 MAX_TOP_LOGPROBS = 20
 # Numeric options besides LIMITS, as in LIMITS.
 NUMBERS = (
-    *(("temperature", 0.0, 2.0), ("min_mass", 0.0, 1.0)),
-    *(("max_tokens", 1, math.inf), ("top_logprobs", 1, MAX_TOP_LOGPROBS)),
+    ("temperature", 0.0, 2.0),
+    ("min_mass", 0.0, 1.0),
+    ("max_tokens", 1, math.inf),
+    ("top_logprobs", 1, MAX_TOP_LOGPROBS),
 )
 # Tolerance above 0 for log-probabilities, because servers round them.
 LOGPROB_ROUNDING = 1e-3
@@ -395,7 +397,7 @@ def _check_mode(mode: str, images: str, after: str | None) -> None:
 
 
 def _placeholders(template: str, mode: str) -> set[str]:
-    """Returns the names in single braces. Raises ValueError for unknown names, or if the prompt would be ignored."""
+    """Returns the names in single braces; raises ValueError for unknown ones, and for a template without the prompt."""
     names = set(_PLACEHOLDER.findall(template))
     for name in sorted(names - set(PLACEHOLDERS)):
         raise ValueError(unknown_name("a name in braces in prompt_template", name, PLACEHOLDERS))

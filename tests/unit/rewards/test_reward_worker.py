@@ -91,6 +91,11 @@ def test_bad_results_are_refused_by_name(reward: str, came_back: str) -> None:
     assert (scores.by_term, scores.total) == ({"good": (0.25,) * 4}, (0.25,) * 4)
 
 
+def test_a_term_may_have_the_word_on_in_its_name() -> None:
+    (failure,) = score(terms(**{"text on signs": "breaks"})).failed.values()
+    assert failure.reason.startswith("reward 'text on signs' failed on prompt ")
+
+
 @pytest.mark.parametrize("reward", ["refuses", "refuses_in_a_group", "RefusesOne"])
 def test_a_prompt_that_a_reward_refuses_is_not_asked_of_it_again(reward: str) -> None:
     (failure,) = score(terms(picky=reward)).failed.values()
