@@ -212,3 +212,5 @@ class Scores:
     """Term → number of repeated calls."""
     requests: Mapping[str, Requests] = field(default_factory=dict)
     """Term → its requests to servers since it was asked before, for this group or another one."""
+    distances: Mapping[str, float] = field(default_factory=dict)
+    """Held-out term with `features` → mean cosine distance between two images of the group."""

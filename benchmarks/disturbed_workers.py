@@ -107,8 +107,8 @@ class LateShared(SharedWorker):
 class LateReward(_Late, RewardWorker):
     calls = 0
 
-    def score_terms(self, *given: Any) -> Any:
-        scores = super().score_terms(*given)
+    def score(self, *given: Any) -> Any:
+        scores = super().score(*given)
         self.disturbance.wait("score", self.name, self.calls)
         self.calls += 1
         return scores

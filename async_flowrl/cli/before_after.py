@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,14 +20,14 @@ from async_flowrl.cli.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.config.resolution import Resolution, height_width, in_words, pixels
 from async_flowrl.config.schema import Config, RewardConfig
 from async_flowrl.controller.context import NoServers, Servers
-from async_flowrl.controller.scoring import without_server
+from async_flowrl.controller.scoring import asked_until_scored
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import Estimate, estimate
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.composite import CompositeReward, combined, weighted_total
+from async_flowrl.rewards.composite import CompositeReward, weighted_total
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import ByteArray, Prompt, Scores
@@ -188,21 +188,11 @@ async def scored(
 
     Raises RewardError if a required term, or every term, still has no score.
     """
-    parts: list[Scores] = []
-    terms = tuple(config.terms)
-    for attempt in range(config.retries + 1):
-        await servers.up(terms)
-        if (gone := without_server(servers, terms)) is not None:
-            parts.append(gone)
-            terms = tuple(name for name in terms if name not in gone.failed)
-            if not terms:
-                break
-        parts.append(await reward.attempt(prompt, images, executor, only=terms))
-        terms = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
-        if not terms or attempt == config.retries:
-            break
-        await asyncio.sleep(config.backoff * 2**attempt)
-    return reward.demanded(combined(config.terms, parts))
+
+    def ask(terms: Sequence[str]) -> Awaitable[Scores]:
+        return reward.attempt(prompt, images, executor, only=terms)
+
+    return reward.demanded(await asked_until_scored(config.terms, config, servers, ask))
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:

@@ -29,9 +29,8 @@ from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.tuning import tuning_of
-from async_flowrl.rewards.composite import CompositeReward, connect
+from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.registry import check_prompts, check_rewards
-from async_flowrl.rewards.served import Addresses
 from async_flowrl.tickets.request import evaluation_resolution
 from async_flowrl.types import Prompt
 from separation.cluster import cluster
@@ -200,13 +199,10 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
     threads = torch.get_num_threads()  # a local worker sets the thread count of this process: keep it
     pools = [replace(pool, threads=threads) for pool in server_pools(config)]
 
-    def tell(addresses: Mapping[str, Addresses]) -> None:
-        connect(reward.terms, addresses)
-
     for name, _ in served_terms(config):
         logger.info("starting the server of the reward %s, its output is in %s", name, folder)
     with closing(EventLog(folder / "events.jsonl", time.time)) as events:
-        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[tell]) as servers:
+        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[reward.connect]) as servers:
             await servers.all_up(events, [])
             yield servers
     shutil.rmtree(folder)

@@ -34,7 +34,6 @@ from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import MAX_SAMPLES, Monitor, Sample
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.statistics import diversity
-from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.tickets.table import State, Ticket, describe
 from async_flowrl.types import ByteArray, Prompt, RolloutRequest, Sampling, Scores
 from separation.group import RefLost
@@ -53,7 +52,7 @@ class EvaluationResult:
     unscored: int = 0
     indices: tuple[int, ...] = ()  # Index of each scored prompt among all evaluation prompts.
     # Index of a prompt → its scores by held-out terms, also for prompts that the trained reward has not scored.
-    held_out: Mapping[int, HeldOutScores] = field(default_factory=dict)
+    held_out: Mapping[int, Scores] = field(default_factory=dict)
     sampling: Sampling | None = None  # Sampling of the first prompt's images.
     setting: str = ""  # Digest of prompts, initial noises and sampling (`setting_of`).
     baseline: bool = False  # True: the base model was evaluated, with its family's usual sampling instead of the run's.
@@ -245,8 +244,8 @@ class EvaluationRecords:
             self.failed(what, f"the term {name}, which is not required, has no score for {count} prompts")
         messages: dict[str, list[str]] = {}
         for scores in result.held_out.values():
-            for name, message in scores.failed.items():
-                messages.setdefault(name, []).append(message)
+            for name, failure in scores.failed.items():
+                messages.setdefault(name, []).append(failure.reason)
         for name, each in messages.items():
             self.failed(
                 what, f"held-out {name} has no score for {len(each)} of {len(result.held_out)} prompts: {each[0]}"

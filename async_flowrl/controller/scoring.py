@@ -1,14 +1,13 @@
 """Scoring of groups: every reward pool scores a group by its own terms, all pools concurrently (for dispatch.py)."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from async_flowrl.config.pools import held_out_by_pool, is_reward_pool, reward_pools
+from async_flowrl.config.schema import RewardConfig
 from async_flowrl.controller.context import Context, Servers
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import combined
-from async_flowrl.rewards.held_out import HeldOutScores, joined
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket, describe
 from async_flowrl.types import Failure, Scores
 from separation.group import RefLost, WorkerDied, WorkerFailed
@@ -31,35 +30,44 @@ def free_workers(ctx: Context) -> Free:
 
 
 async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | None:
-    """Scores a whole group by one call per pool, on its next idle worker; failures are retried.
+    """Scores a whole group by all trained terms; failures are retried.
 
     Terms with `required: false` that have no score are in `Scores.failed`. If a required term or all have none, the
     last failure or RewardError ends the run; for evaluations and with `reward.on_error=skip` the result is None. Raises
     RefLost.
     """
-    pools = [pool for pool in ctx.rewards if is_reward_pool(pool)]
-    answers = await together(*(ask_pool(ctx, pool, group, free[pool]) for pool in pools))
-    for answer in answers:
-        if isinstance(answer, RefLost):
-            raise answer
-    first = group[0]
-    scores = combined(ctx.config.reward.terms, [answer for answer in answers if isinstance(answer, Scores)])
+    config, first = ctx.config.reward, group[0]
+    weights = {name: term.weight for name, term in config.terms.items()}
+    scores = await ask_pools(ctx, {pool.name: pool.terms for pool in reward_pools(config)}, group, free, weights)
     if first.kind == TRAIN:
         ctx.reward_calls.add(first.step, scores)
     fatal = required(ctx, scores) or (() if scores.by_term else tuple(scores.failed))
     if not fatal:
         return scores
-    if ends_run(ctx, group):
-        raise RewardError(scores.failed[fatal[0]].reason)
     message = scores.failed[fatal[0]].reason
+    if ends_run(ctx, group):
+        raise RewardError(message)
     ctx.observer.event("skipped", kind=first.kind, step=first.step, group=first.group, message=message)
     return None
 
 
+async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
+    """Sets `held_out` of an evaluation's tickets to the scores by all held-out terms. Raises RefLost."""
+    terms, first = ctx.config.evaluate.reward.terms, group[0]
+    if first.kind != EVALUATION or not terms:
+        return
+    scores = await ask_pools(ctx, held_out_by_pool(ctx.config), group, free, dict.fromkeys(terms, 0.0))
+    for name, failure in scores.failed.items():
+        message = f"held-out {name}: {failure.reason}"
+        ctx.observer.event("skipped", kind=first.kind, step=first.step, group=first.group, message=message)
+    for ticket in group:
+        ticket.held_out = scores
+
+
 def required(ctx: Context, scores: Scores) -> tuple[str, ...]:
-    """Returns the failed terms that are required."""
+    """Returns the failed terms without which a group is not trained."""
     terms = ctx.config.reward.terms
-    return tuple(name for name in scores.failed if terms[name].required)
+    return tuple(name for name in scores.failed if name in terms and terms[name].required)
 
 
 def ends_run(ctx: Context, group: list[Ticket]) -> bool:
@@ -67,45 +75,50 @@ def ends_run(ctx: Context, group: list[Ticket]) -> bool:
     return ctx.config.reward.on_error == "fail" and group[0].kind == TRAIN
 
 
-async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio.Queue[int]) -> Scores | RefLost:
-    """Returns the group's scores by one pool's terms; terms that failed for good are in `failed`.
+async def ask_pools(
+    ctx: Context,
+    pools: Mapping[str, Collection[str]],
+    group: list[Ticket],
+    free: Free,
+    weights: Mapping[str, float],
+) -> Scores:
+    """Returns the group's scores by the terms of each of the `pools`. Raises RefLost once all calls have ended."""
+    answers = await together(*(ask_pool(ctx, pool, terms, group, free[pool]) for pool, terms in pools.items()))
+    for answer in answers:
+        if isinstance(answer, RefLost):
+            raise answer
+    return combined(weights, [answer for answer in answers if isinstance(answer, Scores)])
 
-    A failed term is asked again of the next idle worker, up to `reward.retries` times, unless its failure is final.
-    Raises the last failure of a required term if it ends the run. RefLost is returned: the other pools' calls must end
-    first.
+
+async def ask_pool(
+    ctx: Context, pool: str, terms: Collection[str], group: list[Ticket], places: asyncio.Queue[int]
+) -> Scores | RefLost:
+    """Returns the group's scores by one pool's terms, by calls of its next idle worker; RefLost is returned, too.
+
+    Raises the last failure of a required term if it ends the run. Terms of a pool that is lost are in `failed`.
     """
-    config = ctx.config.reward
+    error_of_call: Exception | None = None
     images = [ticket.payload.images for ticket in group]
-    parts: list[Scores] = []
-    terms = next(reward_pool.terms for reward_pool in reward_pools(config) if reward_pool.name == pool)
-    only: tuple[str, ...] | None = None
-    for attempt in range(config.retries + 1):
-        await ctx.servers.up(terms)
-        if gone := without_server(ctx.servers, only or terms):
-            parts.append(gone)
-            only = tuple(name for name in only or terms if name not in gone.failed)
-            if not only:
-                break
+
+    async def ask(names: Sequence[str]) -> Scores:
+        nonlocal error_of_call
         index, error_of_call = await places.get(), None
         try:
-            parts.append(await score_once(ctx, pool, index, group, only, images))
-        except RefLost as gone:
-            return gone
+            if why := ctx.lost_pools.get(pool):
+                return failing(names, why, final=True)
+            return await score_once(ctx, pool, index, group, names, images)
         except FAILURES as error:
             error_of_call = error
-            parts.append(Scores((), {}, failed={name: Failure(str(error)) for name in only or terms}))
             await reward_failed(ctx, pool, index, error)
+            return failing(names, str(error))
         finally:
             places.put_nowait(index)
-        again = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
-        if not again or attempt == config.retries:
-            break
-        parts.append(Scores((), {}, retries=dict.fromkeys(again, 1)))
-        only = again if len(again) < len(terms) else None
-        await asyncio.sleep(config.backoff * 2**attempt)
-    scores = combined(config.terms, parts)
-    fatal = required(ctx, scores)
-    if fatal and ends_run(ctx, group):
+
+    try:
+        scores = await asked_until_scored(terms, ctx.config.reward, ctx.servers, ask)
+    except RefLost as lost:
+        return lost
+    if (fatal := required(ctx, scores)) and ends_run(ctx, group):
         failure = scores.failed[fatal[0]]
         reward_error = RewardError(failure.reason)
         reward_error.add_note(f"in the worker:\n{failure.traceback}")
@@ -113,23 +126,45 @@ async def ask_pool(ctx: Context, pool: str, group: list[Ticket], places: asyncio
     return scores
 
 
-def without_server(servers: Servers, terms: Sequence[str]) -> Scores | None:
-    """Returns failures of those of the terms that have lost all of their servers; None if there are none."""
-    failed = {name: Failure(why, final=True) for name, why in servers.lost().items() if name in terms}
-    return Scores((), {}, failed=failed) if failed else None
+async def asked_until_scored(
+    terms: Collection[str],
+    config: RewardConfig,
+    servers: Servers,
+    ask: Callable[[Sequence[str]], Awaitable[Scores]],
+) -> Scores:
+    """Returns the results of `ask`, which is called again for the terms that failed, up to `reward.retries` times.
+
+    A term is not asked again if its failure is final, or all of its servers are lost.
+    """
+    parts, names = list[Scores](), tuple(terms)
+    for attempt in range(config.retries + 1):
+        await servers.up(names)
+        gone = {name: why for name, why in servers.lost().items() if name in names}
+        parts += [failing([name], why, final=True) for name, why in gone.items()]
+        if not (names := tuple(name for name in names if name not in gone)):
+            break
+        parts.append(await ask(names))
+        names = tuple(name for name, failure in parts[-1].failed.items() if not failure.final)
+        if not names or attempt == config.retries:
+            break
+        parts.append(Scores((), {}, retries=dict.fromkeys(names, 1)))
+        await asyncio.sleep(config.backoff * 2**attempt)
+    return combined(dict.fromkeys(terms, 0.0), parts)
+
+
+def failing(terms: Sequence[str], reason: str, *, final: bool = False) -> Scores:
+    """Returns failures of all of the terms for one reason."""
+    return Scores((), {}, failed={name: Failure(reason, final=final) for name in terms})
 
 
 async def score_once(
-    ctx: Context, pool: str, index: int, group: list[Ticket], only: Sequence[str] | None, images: list[object]
+    ctx: Context, pool: str, index: int, group: list[Ticket], terms: Sequence[str], images: list[object]
 ) -> Scores:
-    """Calls a worker for the terms `only` (None: all). Raises DeadlineExceeded, WorkerDied, WorkerFailed, RefLost."""
+    """Calls a worker for the terms. Raises DeadlineExceeded, WorkerDied, WorkerFailed or RefLost."""
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.state(worker.name, "busy")
-    what = f"score: {describe(group[0])} on {worker.name}"
-    prompt = ctx.requests.prompt(group[0])
-    call = ("score", prompt) if only is None else ("score_terms", only, prompt)
-    async with deadline(ctx.config.deadlines.score, what):
-        scores: Scores = await worker.call(*call, *images)
+    async with deadline(ctx.config.deadlines.score, f"score: {describe(group[0])} on {worker.name}"):
+        scores: Scores = await worker.call("score", terms, ctx.requests.prompt(group[0]), *images)
     for span in scores.spans:
         ctx.observer.span(worker.name, span)
     for failure in scores.failed.values():
@@ -139,92 +174,20 @@ async def score_once(
 
 
 async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
-    """Records the failure of a call as an event; a worker that has died or exceeded its deadline is replaced."""
+    """Records the failure of a call as an event; a worker that has died or exceeded its deadline is replaced.
+
+    A pool for evaluations alone that gets no successor is lost, and the run goes on.
+    """
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.event("fault", worker=worker.name, kind=type(error).__name__, message=str(error))
-    if not isinstance(error, WorkerFailed):
-        worker.kill()
-        await ctx.rewards[pool].replace(index)
-
-
-async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
-    """Sets `held_out` of an evaluation's tickets by all pools at once. Raises RefLost once all calls have ended."""
-    if group[0].kind != EVALUATION or not ctx.config.evaluate.reward.terms:
+    if isinstance(error, WorkerFailed):
+        ctx.observer.state(worker.name, "wait_data")
         return
-    pools = held_out_by_pool(ctx.config)
-    answers = await together(*(ask_held_out_pool(ctx, pool, terms, group, free) for pool, terms in pools.items()))
-    for answer in answers:
-        if isinstance(answer, RefLost):
-            raise answer
-    held_out = joined(answer for answer in answers if isinstance(answer, HeldOutScores))
-    for name, message in held_out.failed.items():
-        first = group[0]
-        ctx.observer.event(
-            "skipped", kind=first.kind, step=first.step, group=first.group, message=f"held-out {name}: {message}"
-        )
-    for ticket in group:
-        ticket.held_out = held_out
-
-
-async def ask_held_out_pool(
-    ctx: Context, pool: str, terms: Collection[str], group: list[Ticket], free: Free
-) -> HeldOutScores | RefLost:
-    """Returns the group's scores by the held-out terms of one pool; those that fail are retried with back-off.
-
-    Terms that still fail are in `failed`, at once if the pool is lost. RefLost is returned, as other pools are still
-    asked.
-    """
-    config = ctx.config.reward
-    answer = HeldOutScores({}, dict.fromkeys(terms, "not asked yet"))
-    for attempt in range(config.retries + 1):
-        await ctx.servers.up(tuple(answer.failed))
-        unserved = {name: why for name, why in ctx.servers.lost().items() if name in answer.failed}
-        answer = replace(answer, failed={**answer.failed, **unserved})
-        if names := tuple(name for name in answer.failed if name not in unserved):
-            try:
-                answer = await _ask(ctx, pool, group, free, answer, names)
-            except RefLost as gone:
-                return gone
-        if answer.failed.keys() == unserved.keys() or pool in ctx.lost_pools:
-            break
-        if attempt < config.retries:
-            await asyncio.sleep(config.backoff * 2**attempt)
-    return answer
-
-
-async def _ask(
-    ctx: Context, pool: str, group: list[Ticket], free: Free, before: HeldOutScores, names: tuple[str, ...]
-) -> HeldOutScores:
-    """Returns `before`, updated with the result of one call of one worker for the terms `names`."""
-    index = await free[pool].get()
-    if pool in ctx.lost_pools:
-        free[pool].put_nowait(index)
-        return replace(before, failed={**before.failed, **dict.fromkeys(names, ctx.lost_pools[pool])})
-    worker = ctx.rewards[pool].workers[index]
-    images = [ticket.payload.images for ticket in group]
-    ctx.observer.state(worker.name, "busy")
+    worker.kill()
     try:
-        async with deadline(ctx.config.deadlines.score, f"score: held-out terms of {describe(group[0])}"):
-            answer: HeldOutScores = await worker.call("score_held_out", names, ctx.requests.prompt(group[0]), *images)
-    except FAILURES as error:
-        await held_out_failed(ctx, pool, index, error)
-        return replace(before, failed={**before.failed, **dict.fromkeys(names, f"{type(error).__name__}: {error}")})
-    finally:
-        free[pool].put_nowait(index)
-        ctx.observer.state(ctx.rewards[pool].workers[index].name, "wait_data")
-    for span in answer.spans:
-        ctx.observer.span(worker.name, span)
-    kept = {name: why for name, why in before.failed.items() if name not in names}
-    return joined((replace(before, failed=kept), answer))
-
-
-async def held_out_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
-    """Acts as `reward_failed`, but a pool for evaluations alone that gets no successor is lost, and the run goes on."""
-    try:
-        await reward_failed(ctx, pool, index, error)
+        await ctx.rewards[pool].replace(index)
     except FAILURES as reason:
         if is_reward_pool(pool):
             raise
         ctx.lost_pools[pool] = f"its worker had no successor: {type(reason).__name__}: {reason}"
-        name = ctx.rewards[pool].workers[index].name
-        ctx.observer.event("fault", worker=name, kind="PoolLost", message=ctx.lost_pools[pool])
+        ctx.observer.event("fault", worker=worker.name, kind="PoolLost", message=ctx.lost_pools[pool])

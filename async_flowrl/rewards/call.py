@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ import numpy as np
 from async_flowrl.config.messages import in_one_line
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.rewards.base import PromptRefused, Reward, RewardError
-from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Span
+from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Scores, Span
 from separation.supervise import leaves
 
 # Losses are computed in float32, whose largest number is about 3.4e38.
@@ -131,18 +131,8 @@ class Term:
     required: bool = True
     # The reward is called once per image instead of once per group.
     pointwise: bool = False
-
-
-@dataclass(frozen=True)
-class TermScores:
-    """One term's scores and extras of a group in image order, or its `failure`; `retries` counts repeated calls."""
-
-    span: Span
-    scores: tuple[float, ...] = ()
-    extras: Mapping[str, tuple[Extra, ...]] = field(default_factory=dict)
-    failure: Failure | None = None
-    retries: int = 0
-    requests: Requests = field(default_factory=Requests)
+    # The reward scores only evaluations, and has no part in the sum.
+    held_out: bool = False
 
 
 @dataclass
@@ -192,29 +182,43 @@ class _Calls:
             await asyncio.sleep(config.backoff * 2**attempt)
             attempt += 1
 
+    async def distance(self, images: ByteArray) -> float:
+        """Returns the mean cosine distance of the images by the reward's `features`. Raises RewardError."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self.executor, cosine_distance, self.term.reward, images)
+        except (Exception, SystemExit) as error:
+            raise RewardError(f"{self.where} has no features of the images: {in_one_line(error)}") from error
 
-async def score_term(
-    term: Term, prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig
-) -> TermScores:
-    """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failure`.
+
+async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig) -> Scores:
+    """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failed`.
 
     `config` has the retries of one image, the seconds before the first, and how many images are scored at a time.
     """
-    start = time.time()
+    start, name = time.time(), term.name
     calls = _Calls(term, prompt, executor)
-    result, failure = Result(()), None
+    scores = Scores((), {})
     try:
         if term.pointwise:
             result = await _pointwise(calls, images, config)
         else:
             result = group_result(calls.where, await calls.call(images), len(images))
+        if term.held_out and len(images) > 1 and hasattr(term.reward, "features"):
+            scores = replace(scores, distances={name: await calls.distance(images)})
+        scores = replace(scores, by_term={name: result.scores}, extras={name: result.extras} if result.extras else {})
     except RewardError as error:
         text = "".join(traceback.format_exception(error))
         refused = isinstance(error, PromptRefused)
         failure = Failure(str(error), final=term.pointwise or refused, traceback=text, refused=refused)
-    span = Span(f"score/{term.name}", start, time.time())
+        scores = replace(scores, failed={name: failure})
     requests = term.reward.counted() if hasattr(term.reward, "counted") else Requests()
-    return TermScores(span, result.scores, result.extras, failure, calls.retries, requests)
+    return replace(
+        scores,
+        spans=(Span(f"score/{name}", start, time.time()),),
+        retries={name: calls.retries} if calls.retries else {},
+        requests={name: requests} if requests.sent else {},
+    )
 
 
 async def _pointwise(calls: _Calls, images: ByteArray, config: RewardConfig) -> Result:
@@ -228,3 +232,18 @@ async def _pointwise(calls: _Calls, images: ByteArray, config: RewardConfig) -> 
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return joined(calls.where, results)
+
+
+def cosine_distance(reward: Any, images: ByteArray) -> float:
+    """Returns the mean of 1 - cosine over all pairs of images, by the vectors `reward.features(images)` [n, d].
+
+    A zero vector has cosine 0 to every other. Raises ValueError if the features are not n vectors of finite numbers.
+    """
+    features = np.asarray(reward.features(images), dtype=np.float64)
+    if features.ndim != 2 or len(features) != len(images):
+        raise ValueError(f"expected {len(images)} vectors, got an array of shape {list(features.shape)}")
+    if not np.isfinite(features).all():
+        raise ValueError("expected vectors of finite numbers, got NaN or infinity")
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    unit = features / np.where(lengths > 0.0, lengths, 1.0)
+    return float(np.mean(1.0 - (unit @ unit.T)[np.triu_indices(len(images), k=1)]))

@@ -5,12 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig
 from async_flowrl.rewards.base import PromptRefused, RewardError
-from async_flowrl.rewards.call import Term, TermScores, check_size, score_term
+from async_flowrl.rewards.call import Term, check_size, score_term
 from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Requests, Scores, Span
 
@@ -28,7 +28,7 @@ class CompositeReward:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        return {term.name: term.weight for term in self.terms}
+        return {term.name: 0.0 if term.held_out else term.weight for term in self.terms}
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raises ValueError, which names the term, for the first prompt that a term cannot score."""
@@ -62,34 +62,15 @@ class CompositeReward:
         """
         start = time.time()
         terms = [term for term in self.terms if only is None or term.name in only]
-        results = await scored_terms(terms, prompt, images, executor, self.config)
-        by_term = {name: result.scores for name, result in results.items() if result.failure is None}
-        spans = [result.span for result in results.values()]
-        whole = Span("score", start, time.time())
-        return Scores(
-            total=weighted_total(self.weights, by_term, len(images)),
-            by_term=by_term,
-            spans=(whole, *spans),
-            extras={name: result.extras for name, result in results.items() if result.extras},
-            failed={name: result.failure for name, result in results.items() if result.failure is not None},
-            retries={name: result.retries for name, result in results.items() if result.retries},
-            requests={name: result.requests for name, result in results.items() if result.requests.sent},
-        )
+        calls = (score_term(term, prompt, images, executor, self.config) for term in terms)
+        scores = combined(self.weights, await asyncio.gather(*calls))
+        return replace(scores, spans=(Span("score", start, time.time()), *scores.spans))
 
-
-async def scored_terms(
-    terms: Sequence[Term], prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig
-) -> dict[str, TermScores]:
-    """Returns term → its scores of images uint8 [n, H, W, 3], or its failure; all terms are scored concurrently."""
-    calls = (score_term(term, prompt, images, executor, config) for term in terms)
-    return dict(zip((term.name for term in terms), await asyncio.gather(*calls), strict=True))
-
-
-def connect(terms: Iterable[Term], servers: Mapping[str, Addresses]) -> None:
-    """Passes the addresses of the run's servers, by term, to the terms that use them."""
-    for term in terms:
-        if (address := servers.get(term.name)) is not None:
-            cast("Any", term.reward).connect(address.urls, address.token)
+    def connect(self, servers: Mapping[str, Addresses]) -> None:
+        """Passes the addresses of the run's servers, by term, to the terms that use them."""
+        for term in self.terms:
+            if (address := servers.get(term.name)) is not None:
+                cast("Any", term.reward).connect(address.urls, address.token)
 
 
 def weighted_total(
@@ -106,14 +87,12 @@ def weighted_total(
     return total
 
 
-def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores:
-    """Returns one group's Scores from `parts`, each of which holds the scores of some of the `terms`."""
-    # Terms are ordered as in the configuration, so scores and totals are bit-identical to those of a single call. A
-    # term that was scored in one part keeps its score; one that failed in several keeps the last failure.
-    if len(parts) == 1:
-        return parts[0]
+def combined(weights: Mapping[str, float], parts: Sequence[Scores]) -> Scores:
+    """Returns one group's Scores from `parts`, each of which holds the scores of some of the terms of `weights`."""
+    # Terms are in the order of `weights`, so scores and totals are bit-identical to those of a single call. A term that
+    # was scored in one part keeps its score; one that failed in several keeps the last failure.
     by_name = {name: values for part in parts for name, values in part.by_term.items()}
-    by_term = {name: by_name[name] for name in terms if name in by_name}
+    by_term = {name: by_name[name] for name in weights if name in by_name}
     failed = {name: failure for part in parts for name, failure in part.failed.items() if name not in by_name}
     retries: Counter[str] = sum((Counter(part.retries) for part in parts), Counter())
     requests: dict[str, Requests] = {}
@@ -121,11 +100,12 @@ def combined(terms: Mapping[str, RewardTerm], parts: Sequence[Scores]) -> Scores
         requests[name] = requests.get(name, Requests()) + sent
     images = len(next(iter(by_term.values()), ()))
     return Scores(
-        total=weighted_total({name: term.weight for name, term in terms.items()}, by_term, images),
+        total=weighted_total(weights, by_term, images),
         by_term=by_term,
         spans=tuple(span for part in parts for span in part.spans),
-        extras={name: part.extras[name] for name in terms for part in parts if name in part.extras},
-        failed={name: failed[name] for name in terms if name in failed},
-        retries={name: retries[name] for name in terms if retries[name]},
-        requests={name: requests[name] for name in terms if name in requests},
+        extras={name: part.extras[name] for name in weights for part in parts if name in part.extras},
+        failed={name: failed[name] for name in weights if name in failed},
+        retries={name: retries[name] for name in weights if retries[name]},
+        requests={name: requests[name] for name in weights if name in requests},
+        distances={name: part.distances[name] for name in weights for part in parts if name in part.distances},
     )

@@ -6,13 +6,16 @@ Reward workers call `build_reward`; start-up checks and plans call the functions
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
 from async_flowrl.config.messages import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
-from async_flowrl.config.schema import RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.call import Term
 from async_flowrl.rewards.composite import CompositeReward
@@ -38,13 +41,16 @@ REWARDS = {
 DETERMINISTIC, POINTWISE = "deterministic", "pointwise"
 # Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py).
 FLAGS = {DETERMINISTIC: True, POINTWISE: False}
+# Names that metrics.jsonl uses itself; also those that begin with `diversity_`.
+RESERVED = ("reward", "diversity", "held_out")
 
 
-def build_reward(config: RewardConfig) -> CompositeReward:
-    """Builds the weighted sum of all terms of `config`. Raises ValueError."""
-    check_rewards(config)
-    terms = tuple(_build(key, term) for key, term in config.terms.items())
-    return CompositeReward(terms, config)
+def build_reward(config: RewardConfig, held_out: Mapping[str, RewardTerm] = MappingProxyType({})) -> CompositeReward:
+    """Builds the weighted sum of all terms of `config`, and the `held_out` terms beside it. Raises ValueError."""
+    if config.terms or not held_out:
+        check_rewards(config)
+    terms = (_build(key, term) for key, term in config.terms.items())
+    return CompositeReward((*terms, *_held_out(held_out)), config)
 
 
 def check_rewards(config: RewardConfig) -> bool:
@@ -172,3 +178,45 @@ def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
         first = "image" if _flag(where, attribute, POINTWISE) else "images"
         raise ValueError(f"{where}: {name} cannot be called with ({first}, prompt): {error}") from error
     return cast("Callable[..., Any]", attribute)
+
+
+@contextmanager
+def _renaming() -> Iterator[None]:
+    """Makes errors of the registry, which writes `reward.terms`, name `evaluate.reward.terms`."""
+    try:
+        yield
+    except ValueError as error:
+        sentence = re.sub(r"(?<!evaluate\.)\breward\.terms\b", "evaluate.reward.terms", str(error))
+        raise ValueError(sentence) from error
+
+
+def check_held_out(config: Config) -> bool:
+    """Checks names, options and signatures of all held-out terms; returns True if one needs a target in every prompt.
+
+    Nothing is built. Raises ValueError, one sentence, if a term cannot score evaluations.
+    """
+    terms = config.evaluate.reward.terms
+    for name in terms:
+        where = f"evaluate.reward.terms.{name}"
+        if name in RESERVED or name.startswith("diversity_"):
+            raise ValueError(f"{where}: metrics.jsonl uses the name {name!r} for something else; choose another key")
+        if name in config.reward.terms:
+            another = f"choose another key, with name: {terms[name].name or name}"
+            raise ValueError(
+                f"{where}: reward.terms has {name!r} too, and no term is both trained and held out; {another}"
+            )
+    with _renaming():
+        return bool(terms) and check_rewards(RewardConfig(terms=terms))
+
+
+@_renaming()
+def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
+    """Raises ValueError for the first prompt that a held-out term cannot score."""
+    check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts)
+
+
+@_renaming()
+def _held_out(terms: Mapping[str, RewardTerm]) -> tuple[Term, ...]:
+    """Builds the terms. Raises ValueError, one sentence, if one cannot be built."""
+    built = (_build(key, term) for key, term in terms.items())
+    return tuple(replace(term, held_out=True) for term in built)

@@ -10,8 +10,6 @@ from types import MappingProxyType
 import numpy as np
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
-from async_flowrl.rewards.composite import CompositeReward, connect
-from async_flowrl.rewards.held_out import HeldOutScores, build_held_out, score_held_out
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Scores
@@ -36,14 +34,11 @@ class RewardWorker:
         term.
         """
         self.index, self.name = index, name
-        evaluates_only = bool(held_out) and not config.terms
-        self.reward = CompositeReward((), config) if evaluates_only else build_reward(config)
-        self.held_out = build_held_out(held_out)
-        terms = (*self.reward.terms, *self.held_out)
-        for term in terms:
+        self.reward = build_reward(config, held_out)
+        for term in self.reward.terms:
             if folder is not None and hasattr(term.reward, "keep_in"):
                 term.reward.keep_in(folder)
-        threads = sum(config.concurrency if term.pointwise else 1 for term in terms)
+        threads = sum(config.concurrency if term.pointwise else 1 for term in self.reward.terms)
         self._executor = ThreadPoolExecutor(max(1, threads), thread_name_prefix=f"{name}-score")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name}-loop", daemon=True)
@@ -51,23 +46,15 @@ class RewardWorker:
         self.connect(servers)
 
     def connect(self, servers: Mapping[str, Addresses]) -> None:
-        connect((*self.reward.terms, *self.held_out), servers)
+        self.reward.connect(servers)
 
-    def score(self, prompt: Prompt, *images: ByteArray) -> Scores:
-        """Returns the scores of one group by all terms; terms that fail are listed in `failed`.
+    def score(self, terms: Collection[str], prompt: Prompt, *images: ByteArray) -> Scores:
+        """Returns the scores of one group by the `terms`, trained or held out; those that fail are in `failed`.
 
         Each element of `images` holds a ticket's images, uint8 [ticket_size, H, W, 3].
         """
-        return self.score_terms(None, prompt, *images)
-
-    def score_terms(self, only: Collection[str] | None, prompt: Prompt, *images: ByteArray) -> Scores:
-        """Returns the scores like `score`, by the named terms only; None means all."""
-        scoring = self.reward.attempt(prompt, _joined(images), self._executor, only=only)
-        return asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
-
-    def score_held_out(self, names: Collection[str], prompt: Prompt, *images: ByteArray) -> HeldOutScores:
-        """Returns the scores of one group by the named held-out terms; terms that fail are listed in the result."""
-        scoring = score_held_out(self.held_out, names, prompt, _joined(images), self._executor, self.reward.config)
+        whole = images[0] if len(images) == 1 else np.concatenate(images)
+        scoring = self.reward.attempt(prompt, whole, self._executor, only=terms)
         return asyncio.run_coroutine_threadsafe(scoring, self._loop).result()
 
     def close(self) -> None:
@@ -76,7 +63,3 @@ class RewardWorker:
         self._thread.join()
         self._loop.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _joined(images: tuple[ByteArray, ...]) -> ByteArray:
-    return images[0] if len(images) == 1 else np.concatenate(images)

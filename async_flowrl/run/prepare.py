@@ -26,8 +26,13 @@ from async_flowrl.policies.registry import (
     resolve_model,
     shapes_of,
 )
-from async_flowrl.rewards.held_out import check_held_out, check_held_out_prompts
-from async_flowrl.rewards.registry import check_rewards, prompt_check, resolve_term
+from async_flowrl.rewards.registry import (
+    check_held_out,
+    check_held_out_prompts,
+    check_rewards,
+    prompt_check,
+    resolve_term,
+)
 from async_flowrl.rewards.served import term_key
 from async_flowrl.rollout.vllm_omni.settings import check_model
 from async_flowrl.run.precheck import CheckedConfig

@@ -47,7 +47,7 @@ def on_ray(config: Config, use: Callable[[Mapping[str, WorkerGroup]], Awaitable[
 async def scores(groups: Mapping[str, WorkerGroup]) -> dict[str, Scores]:
     """By worker."""
     return {
-        worker.name: await worker.call("score", PROMPT, IMAGES)
+        worker.name: await worker.call("score", ("color", "judge", "threads"), PROMPT, IMAGES)
         for pool, group in groups.items()
         for worker in group.workers
         if pool != LATER
@@ -60,7 +60,7 @@ def test_workers_have_seats_and_see_no_gpu() -> None:
 
     async def use(groups: Mapping[str, WorkerGroup]) -> tuple[dict[str, Scores], dict[str, float], dict[str, Scores]]:
         before, left = await scores(groups), ray.available_resources()
-        later = await groups[LATER].workers[0].call("score_held_out", ("later",), PROMPT, IMAGES)
+        later = await groups[LATER].workers[0].call("score", ("later",), PROMPT, IMAGES)
         assert later.by_term == {"later": (0.0, 0.0)} and left.get(LATER, 0) == 0
         groups[JUDGE].workers[1].kill()
         await groups[JUDGE].replace(1)

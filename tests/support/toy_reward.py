@@ -5,8 +5,7 @@ from typing import Any
 
 from async_flowrl.config.pools import scoring_pools
 from async_flowrl.rewards.call import group_result
-from async_flowrl.rewards.held_out import HeldOutScores
-from async_flowrl.types import Prompt, Scores
+from async_flowrl.types import Failure, Prompt, Scores
 
 
 def toy_scores(name: str, prompt: Prompt, result: list[float], count: int) -> tuple[float, ...]:
@@ -23,22 +22,26 @@ class ToyReward:
         """Fault of the next result: "nan" (a NaN in it), "count" (a score too few), or None."""
         self.later = {("later", index) for index in range(10)}
 
-    def score(self, prompt: Prompt, *images: Any) -> Scores:
-        return self.score_terms(None, prompt, *images)
+    def score(self, terms: Sequence[str], prompt: Prompt, *images: Any) -> Scores:
+        if self.terms.keys() & set(terms):
+            return self.score_trained(terms, prompt, *images)
+        return self.score_held_out(terms, prompt, *images)
 
-    def score_terms(self, only: Sequence[str] | None, prompt: Prompt, *images: Any) -> Scores:
+    def score_trained(self, terms: Sequence[str], prompt: Prompt, *images: Any) -> Scores:
         values = [float(x.mean()) for image in images for x in image]
         result = {"nan": [*values[:-1], float("nan")], "count": values[:-1]}.get(self.spoil or "", values)
         self.spoil = None
-        by_term = {name: toy_scores(name, prompt, result, len(values)) for name in only or self.terms}
+        by_term = {name: toy_scores(name, prompt, result, len(values)) for name in terms}
         total = tuple(sum(self.terms[name].weight * by_term[name][i] for name in by_term) for i in range(len(values)))
         return Scores(total, by_term)
 
-    def score_held_out(self, names: Sequence[str], prompt: Prompt, *images: Any) -> HeldOutScores:
+    def score_held_out(self, names: Sequence[str], prompt: Prompt, *images: Any) -> Scores:
         """Scores held-out terms; those named `never` always fail, those named `later` fail once per prompt."""
         values = tuple(float(x.mean()) for image in images for x in image)
-        failed = {name: f"{name} failed" for name in names if name == "never" or (name, prompt.index) in self.later}
+        failed = {
+            name: Failure(f"{name} failed") for name in names if name == "never" or (name, prompt.index) in self.later
+        }
         self.later -= {(name, prompt.index) for name in names}
         answered = [name for name in names if name not in failed]
         said = {"mean_grey": values, "said": tuple(f"image {index}" for index in range(len(values)))}
-        return HeldOutScores(dict.fromkeys(answered, values), failed, extras=dict.fromkeys(answered, said))
+        return Scores((), dict.fromkeys(answered, values), failed=failed, extras=dict.fromkeys(answered, said))

@@ -21,8 +21,8 @@ DULL = ("prompt 1", "prompt 4")
 def _dull_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     score = ToyReward.score
 
-    def equal_for_dull(self: ToyReward, prompt: Prompt, *images: Any) -> Scores:
-        scores = score(self, prompt, *images)
+    def equal_for_dull(self: ToyReward, terms: Any, prompt: Prompt, *images: Any) -> Scores:
+        scores = score(self, terms, prompt, *images)
         if prompt.text not in DULL:
             return scores
         return Scores(

@@ -16,9 +16,8 @@ from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.images import LINE_HEIGHT
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.held_out import HeldOutScores
 from async_flowrl.training.checkpoint import Checkpoint, checkpoint_step, write_checkpoint, written
-from async_flowrl.types import Prompt, Sampling, Scores
+from async_flowrl.types import Failure, Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import no_fault
 from tests.unit.recorded_evaluations import config_of
@@ -40,7 +39,7 @@ def test_held_out_terms_score_evaluations_only_and_change_no_weights() -> None:
     for result in found.evaluated:
         assert sorted(result.held_out) == [0, 1] and result.unscored == 0
         for place, scores in result.held_out.items():
-            assert set(scores.by_term) == {"good", "later"} and scores.failed == {"never": "never failed"}
+            assert set(scores.by_term) == {"good", "later"} and scores.failed == {"never": Failure("never failed")}
             assert scores.by_term["good"] == result.scores[place].by_term["color"]
             assert {name: extras["mean_grey"] for name, extras in scores.extras.items()} == scores.by_term
     skipped = found.observer.of("skipped", kind="evaluation")
@@ -95,9 +94,9 @@ def result(version: int, reward: float, ocr: float, *, alike: bool = False, lack
         tuple(Scores(tuple(row), {"size": tuple(row)}) for row in trained.tolist()),
         indices=tuple(range(PROMPTS)),
         held_out={
-            place: HeldOutScores(
-                {} if place < lacking else {"ocr": tuple(row)}, {"ocr": "no answer"} if place < lacking else {}
-            )
+            place: Scores((), {}, failed={"ocr": Failure("no answer")})
+            if place < lacking
+            else Scores((), {"ocr": tuple(row)})
             for place, row in enumerate(held.tolist())
         },
         sampling=Sampling(8, 6, 1.0, 0.0, " ", "ode", 0.0),
@@ -108,7 +107,7 @@ def result(version: int, reward: float, ocr: float, *, alike: bool = False, lack
 def test_what_held_out_terms_say_reaches_metrics_and_pictures_and_is_there_after_a_restart(tmp_path: Path) -> None:
     """Only the first prompt has extras: of the second one the held-out term has failed."""
     plain, told = result(10, 0.5, 0.5, lacking=PROMPTS), Told()
-    spoken = HeldOutScores({"ocr": (1.0, 0.0)}, {}, extras={"ocr": {"sure": (0.5, 0.25), "read": ("STOP", "ST0P")}})
+    spoken = Scores((), {"ocr": (1.0, 0.0)}, extras={"ocr": {"sure": (0.5, 0.25), "read": ("STOP", "ST0P")}})
     found = records(tmp_path, config_of(), told)
     found.show(EvaluationResult(**{**vars(plain), "held_out": {**plain.held_out, 0: spoken}}))
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[9])

@@ -40,20 +40,20 @@ def test_groups_without_spread_can_be_dropped_with_their_kl(
 ) -> None:
     """The mean is then over the rows that are trained, known when the last group has come."""
     divisors: dict[int, int | None] = {}
-    add_up, score_terms = ToyTrainer.add_up, ToyReward.score_terms
+    add_up, score = ToyTrainer.add_up, ToyReward.score
 
     def counting(trainer: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> Summed:
         divisors[request.step] = request.rows
         return add_up(trainer, request, *trajectories)
 
-    def flat(reward: ToyReward, only: Sequence[str] | None, prompt: Prompt, *images: Any) -> Scores:
-        found = score_terms(reward, only, prompt, *images)
+    def flat(reward: ToyReward, terms: Sequence[str], prompt: Prompt, *images: Any) -> Scores:
+        found = score(reward, terms, prompt, *images)
         if prompt.index % 2:
             return found
         return Scores((0.5,) * len(found.total), {name: (0.5,) * len(found.total) for name in found.by_term})
 
     monkeypatch.setattr(ToyTrainer, "add_up", counting)
-    monkeypatch.setattr(ToyReward, "score_terms", flat)
+    monkeypatch.setattr(ToyReward, "score", flat)
     trained: dict[str, dict[int, int]] = {}
     for rule in ("count", "drop"):
         changes = {"algorithm__zero_std_groups": rule, "algorithm__kl_coef": 0.1, "trainer__num_workers": ranks}

@@ -32,11 +32,11 @@ def toy_judge(monkeypatch: pytest.MonkeyPatch, *, fails: bool, once: bool = Fals
 
     With `once` it fails the first time that it is asked of some images, and never again.
     """
-    score_terms, asked = ToyReward.score_terms, Counter[bytes]()
+    score, asked = ToyReward.score, Counter[bytes]()
 
     def judged(self: ToyReward, only: Any, prompt: Prompt, *images: Any) -> Scores:
         asked[key := b"".join(image.tobytes() for image in images)] += 1
-        colors = score_terms(self, ("color",), prompt, *images).by_term["color"]
+        colors = score(self, ("color",), prompt, *images).by_term["color"]
         squares = tuple(color**2 / 100 for color in colors)
         by_term, failed = {"color": colors, "judge": squares}, {}
         if prompt.index == UNLUCKY and fails and not (once and asked[key] > 1):
@@ -44,11 +44,11 @@ def toy_judge(monkeypatch: pytest.MonkeyPatch, *, fails: bool, once: bool = Fals
             del by_term["judge"]
         elif prompt.index == UNLUCKY and not fails:
             by_term["judge"] = (0.0,) * len(colors)
-        by_term = {name: values for name, values in by_term.items() if only is None or name in only}
+        by_term = {name: values for name, values in by_term.items() if name in only}
         total = tuple(sum(self.terms[name].weight * by_term[name][i] for name in by_term) for i in range(len(colors)))
         return Scores(total, by_term, failed=failed)
 
-    monkeypatch.setattr(ToyReward, "score_terms", judged)
+    monkeypatch.setattr(ToyReward, "score", judged)
     return asked
 
 

@@ -64,8 +64,8 @@ def test_groups_whose_reward_cannot_be_had_are_skipped_if_asked(
     """One prompt of five never gets a score: its groups leave a gap and the run goes on."""
     score = ToyReward.score
 
-    def unlucky(self: ToyReward, prompt: Prompt, *images: Any) -> Scores:
-        return score(self, prompt, *images) if prompt.index != 2 else toy_scores("color", prompt, result, 4)
+    def unlucky(self: ToyReward, terms: Any, prompt: Prompt, *images: Any) -> Scores:
+        return score(self, terms, prompt, *images) if prompt.index != 2 else toy_scores("color", prompt, result, 4)
 
     monkeypatch.setattr(ToyReward, "score", unlucky)
     found = virtual(toy_config(1, hand_over=hand_over, steps=STEPS, reward__on_error="skip", reward__retries=1))

@@ -29,11 +29,11 @@ def moody(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     asked: Counter[bytes] = Counter()
     score = ToyReward.score
 
-    def spoilt(self: ToyReward, prompt: Prompt, *images: Any) -> Scores:
+    def spoilt(self: ToyReward, terms: Any, prompt: Prompt, *images: Any) -> Scores:
         asked[key := b"".join(image.tobytes() for image in images)] += 1
         if prompt.index == 2 and asked[key] == 1:
             raise ConnectionError("the judge is away")
-        total = tuple(x + 40.0 * i * (asked[key] - 1) for i, x in enumerate(score(self, prompt, *images).total))
+        total = tuple(x + 40.0 * i * (asked[key] - 1) for i, x in enumerate(score(self, terms, prompt, *images).total))
         return Scores(total, {"color": total})
 
     monkeypatch.setattr(ToyReward, "score", spoilt)

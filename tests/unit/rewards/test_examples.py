@@ -42,7 +42,7 @@ def test_custom_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = RewardWorker(config, index=0, name="reward-0")
     flat = np.full((8, 8, 3), 255, dtype=np.uint8)
     stripes = np.tile(np.array([0, 255], dtype=np.uint8)[None, :, None], (8, 4, 3))
-    scores = worker.score(Prompt(0, "stripes"), np.stack([flat, stripes]))
+    scores = worker.score(worker.reward.weights, Prompt(0, "stripes"), np.stack([flat, stripes]))
     assert scores.by_term == {"sharp": (0.0, 1.0), "judge": (1.0, 0.5)}
     assert not is_deterministic(config)
     worker.close()

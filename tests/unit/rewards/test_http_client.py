@@ -157,6 +157,6 @@ def test_a_failing_server_is_a_failure_and_never_a_score() -> None:
     with lying(answer("500 Internal Server Error")) as server:
         options = {"url": server.url, "retries": 0}
         worker = RewardWorker(RewardConfig(terms={"http": RewardTerm(options=options)}), index=0, name="reward-0")
-        scored = worker.score(PROMPT, images())
+        scored = worker.score(worker.reward.weights, PROMPT, images())
         worker.close()
     assert not scored.by_term and "500" in scored.failed["http"].reason

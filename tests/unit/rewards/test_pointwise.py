@@ -34,7 +34,7 @@ def score(config: RewardConfig) -> tuple[Scores, Any]:
     """The scores, and the reward object."""
     worker = RewardWorker(config, index=0, name="reward-0")
     try:
-        return worker.score(PROMPT, IMAGES[:2], IMAGES[2:]), worker.reward.terms[0].reward
+        return worker.score(worker.reward.weights, PROMPT, IMAGES[:2], IMAGES[2:]), worker.reward.terms[0].reward
     finally:
         worker.close()
 

@@ -31,7 +31,7 @@ def score(name: str, **options: Any) -> Scores:
     config = RewardConfig(terms={"mine": RewardTerm(name=f"{module.__name__}:{name}", options=options)}, backoff=0.0)
     worker = RewardWorker(config, index=0, name="reward-0")
     try:
-        scores = worker.score(PROMPT, IMAGES)
+        scores = worker.score(worker.reward.weights, PROMPT, IMAGES)
         assert not scores.failed, scores.failed["mine"].traceback
         return scores
     finally:

@@ -42,7 +42,7 @@ def own(name: str, weight: float = 1.0, **options: Any) -> RewardTerm:
 def score(config: RewardConfig, *images: np.ndarray[Any, Any]) -> Scores:
     worker = RewardWorker(config, index=0, name="reward-0")
     try:
-        return worker.score(PROMPT, *(images or (IMAGES,)))
+        return worker.score(worker.reward.weights, PROMPT, *(images or (IMAGES,)))
     finally:
         worker.close()
 
@@ -154,11 +154,11 @@ def test_held_out_terms_stand_for_themselves_and_measure_distances_in_their_feat
     images = np.zeros((3, 4, 4, 3), np.uint8)
     images[0, :2] = images[1, :2] = images[2, 2:] = 200
     try:
-        found = worker.score_held_out(("halves", "broken"), Prompt(0, "red"), images[:1], images[1:])
-        again = worker.score_held_out(("broken",), Prompt(0, "red"), images)
+        found = worker.score(("halves", "broken"), Prompt(0, "red"), images[:1], images[1:])
+        again = worker.score(("broken",), Prompt(0, "red"), images)
     finally:
         worker.close()
-    assert found.by_term == {"halves": (0.0, 0.0, 0.0)} and "nobody is there" in found.failed["broken"]
+    assert found.by_term == {"halves": (0.0, 0.0, 0.0)} and "nobody is there" in found.failed["broken"].reason
     assert found.distances == {"halves": pytest.approx(2 / 3)}, "two of three pairs have nothing in common"
     assert found.extras == {"halves": {"largest": (200.0,) * 3, "said": ("of red",) * 3}}
     assert again.by_term == again.extras == {} and set(again.failed) == {"broken"}
