@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from async_flowrl.config.schema import Config, DeadlinesConfig
-from async_flowrl.controller.context import Context, Steps
+from async_flowrl.controller.context import Context
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.run.loop import run
@@ -107,7 +107,7 @@ def blank_images(count: int) -> Any:
 
 
 class AnsweringReward:
-    def score(self, prompt: Prompt, *images: Any) -> Scores:
+    def score(self, terms: Sequence[str], prompt: Prompt, *images: Any) -> Scores:
         values = (0.0, 1.0)
         return Scores(values, {"color": values})
 
@@ -153,10 +153,16 @@ class TimedWorker(VirtualWorker):
 
 
 @dataclass
-class Clocked(Steps):
+class Clocked:
     """Reads the CPU clock at the end of each step. Nothing is evaluated or saved."""
 
     ends: list[float] = field(default_factory=list)
+
+    async def before_training(self, ctx: Context) -> None:
+        pass
+
+    async def drain(self, ctx: Context) -> None:
+        pass
 
     async def after_step(self, ctx: Context, step: int, stats: dict[str, float]) -> None:
         self.ends.append(time.process_time())
@@ -205,7 +211,7 @@ async def _run(config: Config, events: Path) -> Clocked:
     }
     texts, clock, clocked = [f"prompt {index}" for index in range(100)], asyncio.get_running_loop().time, Clocked()
     with closing(EventLog(events, clock, ledger=PoolLedger(clock))) as log:
-        await run(toy_context(config, pools, log, clocked, texts))
+        await run(*toy_context(config, pools, log, texts), clocked)
     return clocked
 
 

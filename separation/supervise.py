@@ -135,3 +135,32 @@ async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+class Signal:
+    """A condition variable for coroutines; a notification is for all waiting coroutines or only for one worker's."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._own: dict[str, asyncio.Event] = {}
+
+    def notify(self, who: str | None = None) -> None:
+        """Wakes the coroutines that wait in `wait(who)`, at a cost that does not grow with the pool; None wakes all."""
+        if who is not None:
+            if event := self._own.pop(who, None):
+                event.set()
+            return
+        self._event.set()
+        self._event = asyncio.Event()
+        waiting, self._own = self._own, {}
+        for event in waiting.values():
+            event.set()
+
+    async def wait(self, who: str | None = None) -> None:
+        """Waits for the next notification of all; with `who`, also for the next notification of `who`."""
+        await (self._event if who is None else self._own.setdefault(who, asyncio.Event())).wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns when `condition()` is True; it is checked at once and after every notification of all."""
+        while not condition():
+            await self._event.wait()

@@ -19,7 +19,7 @@ from async_flowrl.cli.evaluation_job import TOTAL, TRAINED, Job, servers_of
 from async_flowrl.cli.generate import from_config, open_pipeline, run_pipeline
 from async_flowrl.config.resolution import Resolution, height_width, in_words, pixels
 from async_flowrl.config.schema import Config, RewardConfig
-from async_flowrl.controller.context import NoServers, Servers
+from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.scoring import asked_until_scored
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import Estimate, estimate
@@ -143,7 +143,7 @@ def row(name: str, job: Job, before: Scored, after: Scored) -> Row:
     return Row(kind, weight, estimate(first), estimate(second), estimate(changes), float(np.mean(better)), scores)
 
 
-async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Servers) -> Scored:
+async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: RewardServers) -> Scored:
     """Measures one model. With `reward.on_error=skip`, prompts without a score are left out."""
     config = job.config
     policy = family_of(pipeline, config.model.family).around(
@@ -157,7 +157,7 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
             for seed in job.seeds:
                 make_images = partial(_images, pipeline, policy, job, prompt, place, seed)
                 # In a thread, because the event loop of this thread must keep watching the servers.
-                parts.append(make_images() if isinstance(servers, NoServers) else await asyncio.to_thread(make_images))
+                parts.append(make_images() if not servers.terms else await asyncio.to_thread(make_images))
             images = np.concatenate(parts)
             if place < SHOWN_PROMPTS:
                 results.images[place] = images[:SHOWN_IMAGES]
@@ -179,7 +179,7 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Ser
 async def scored(
     reward: CompositeReward,
     config: RewardConfig,
-    servers: Servers,
+    servers: RewardServers,
     executor: Executor,
     prompt: Prompt,
     images: ByteArray,

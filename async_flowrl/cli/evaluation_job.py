@@ -22,8 +22,7 @@ from async_flowrl.config.pools import served_terms
 from async_flowrl.config.resolution import Resolution, resolution_option
 from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm
 from async_flowrl.config.settings import MAX_SEED
-from async_flowrl.controller.context import NoServers, Servers
-from async_flowrl.controller.reward_servers import server_pools, serving
+from async_flowrl.controller.reward_servers import RewardServers, server_pools, serving
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
@@ -185,14 +184,14 @@ def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[S
 
 
 @asynccontextmanager
-async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIterator[Servers]:
+async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIterator[RewardServers]:
     """Starts the job's reward servers, tells the rewards their addresses, and finally stops the servers.
 
     Raises ServerLost if a server does not start or dies too often; the folder with the servers' output, which the log
     names, is then kept.
     """
     if not any(term.serve for term in job.terms.values()):
-        yield NoServers()
+        yield RewardServers()
         return
     folder = Path(tempfile.mkdtemp(prefix="async-flowrl-evaluate-"))
     config = _config(job, folder, device)
@@ -202,7 +201,10 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
     for name, _ in served_terms(config):
         logger.info("starting the server of the reward %s, its output is in %s", name, folder)
     with closing(EventLog(folder / "events.jsonl", time.time)) as events:
-        async with cluster(pools, backend="local") as groups, serving(config, groups, listeners=[reward.connect]) as servers:
+        async with (
+            cluster(pools, backend="local") as groups,
+            serving(config, groups, listeners=[reward.connect]) as servers,
+        ):
             await servers.all_up(events, [])
             yield servers
     shutil.rmtree(folder)

@@ -2,69 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
-from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.endpoints import RolloutEndpoint, TrainerEndpoint
-from async_flowrl.observability.events import EventLog
 from async_flowrl.policies.registry import PARTS, ResolvedModel
-from checkpoint_engine import CANARY_VERSION, Header, check_binding
-from checkpoint_engine.errors import Verdict, verdict
-from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
-from separation.supervise import DeadlineExceeded, deadline, together
-
-T = TypeVar("T")
-
-
-@dataclass
-class WorkerProof:
-    """Proves with random weights (the canary) that a new rollout worker computes the same as the trainer."""
-
-    config: Config
-    observer: EventLog
-    sender: TrainerEndpoint
-    transport: str
-    header: Header = field(init=False)
-    payload: Any = None  # A reference to the canary's bytes in the object store.
-    # Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py).
-    probe: dict[str, Any] = field(default_factory=dict)
-
-    async def begin(self) -> None:
-        """Has the trainer make the canary. Raises SenderLost, SenderFailed or SenderLate."""
-        self.header, self.payload, self.probe = await self.sender.canary()
-
-    async def of(self, worker: Worker) -> None:
-        """Delivers the canary and compares both networks' results.
-
-        Raises WeightsMismatch, which names the module, WorkerDied, DeadlineExceeded, and the errors of the sender.
-        """
-        await self._deliver(worker)
-        proof = await in_time(self.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
-        check_binding(self.probe, proof, who=worker.name)
-
-    async def _deliver(self, worker: Worker) -> None:
-        retries = self.config.checkpoint_engine.retries
-        end = RolloutEndpoint(worker, self.observer, self.transport)
-        for attempt in range(retries + 1):
-            try:
-                await in_time(self.config, f"canary to {worker.name}", end.receive(self.header, self.payload))
-                return
-            except Exception as error:
-                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
-                    raise
-                if attempt == retries:
-                    raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
-                if isinstance(error, RefLost):
-                    self.payload = await self.sender.canary_again()
-
-
-async def in_time(config: Config, what: str, call: Awaitable[T]) -> T:
-    """Returns the call's result. Raises DeadlineExceeded, which names `what`, after `deadlines.publish`."""
-    async with deadline(config.deadlines.publish, f"publish: {what}"):
-        return await call
+from separation.group import Worker, WorkerGroup
+from separation.supervise import deadline, together
 
 
 class StartError(RuntimeError):

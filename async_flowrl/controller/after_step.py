@@ -35,7 +35,7 @@ FLAT_STEPS = 5  # Steps in a row in which no group has a spread of rewards, afte
 
 @dataclass
 class AfterStep:
-    """Implements the protocol `Steps` (context.py) for one attempt, i.e. for one start or recovery of a run."""
+    """The work between training steps of one attempt, i.e. of one start or recovery of a run."""
 
     metrics: MetricsLog
     monitor: Monitor
@@ -46,8 +46,8 @@ class AfterStep:
     kept: KeptStates = field(default_factory=KeptStates)
     held: Collection[int] = ()  # Versions of earlier attempts whose weights are held for their evaluation.
     evaluations: Evaluations = field(init=False)
-    # Kind of a warning → its first sentence, if the summary does not have it from elsewhere; else empty.
-    warned: dict[str, str] = field(default_factory=dict)
+    # True once the loop has done its last step and that step's checkpoint is written. A later failure, e.g. of an
+    # evaluation, is then only recorded and does not fail the run.
     trained: bool = False
     flat: int = 0  # Number of the last steps in a row in which no group had a spread of rewards.
 
@@ -141,23 +141,21 @@ class AfterStep:
             f"pool/{pool}/busy": states["busy"] / max(sum(states.values()), 1e-9)
             for pool, states in self.pools.lap().items()
         }
-        activation = ctx.activation.take() / max(1, len(ctx.rollout.workers))
+        activation = ctx.activation / max(1, len(ctx.rollout.workers))
         timing = {"timing/step": seconds, "timing/publish": self._stalled - before, "timing/activate": activation}
-        return timing | shares | {"pool/rollout/swaps": ctx.swaps.take()}
-
-    @property
-    def warnings(self) -> list[str]:
-        return list(filter(None, self.warned.values()))
+        line = timing | shares | {"pool/rollout/swaps": ctx.swaps}
+        ctx.swaps, ctx.activation = 0, 0.0
+        return line
 
     def _warn(self, ctx: Context, line: dict[str, float]) -> None:
         """Logs each kind of warning about the updates (algorithms/diagnostics.py) once per attempt."""
         self.flat = self.flat + 1 if line.get("zero_std_ratio") == 1.0 else 0
-        if self.flat >= FLAT_STEPS and "flat" not in self.warned:
-            self.warned["flat"] = ""
+        if self.flat >= FLAT_STEPS and "flat" not in ctx.warned:
+            ctx.warned["flat"] = ""
             logger.warning("step %d: %s", line["step"], FLAT.format(steps=self.flat))
         for term, sentence in ctx.reward_calls.warnings().items():
-            if term not in self.warned:
-                self.warned[term] = ""
+            if term not in ctx.warned:
+                ctx.warned[term] = ""
                 logger.warning("step %d: %s", line["step"], sentence)
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
@@ -169,9 +167,9 @@ class AfterStep:
             line, correction=correction, kept=share, clip=clip, elements=elements, guidance=guidance
         ):
             kind = re.sub(r"[\d.]+(e[+-]\d+)?", "", sentence)
-            if kind not in self.warned:
-                self.warned[kind] = f"step {line['step']:.0f}: {sentence}"
-                logger.warning("%s", self.warned[kind])
+            if kind not in ctx.warned:
+                ctx.warned[kind] = f"step {line['step']:.0f}: {sentence}"
+                logger.warning("%s", ctx.warned[kind])
 
 
 def stalled(ctx: Context) -> float:

@@ -1,23 +1,25 @@
 """Context is the state that the controller's coroutines share during one attempt, i.e. one start or recovery of a run.
 
-run/recovery.py makes it. The protocols in this file describe its parts.
+run/recovery.py makes it.
 """
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.placement import SeparatePools
+from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
+from async_flowrl.controller.weights import PublishedWeights
 from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import Requests, Scores
-from separation.group import Worker, WorkerGroup
+from separation.group import WorkerGroup
+from separation.supervise import Signal
 
 
 @dataclass
@@ -112,145 +114,9 @@ class RewardCalls:
         return dict(sorted(self._counts.pop(step, Counter()).items()))
 
 
-class Signal:
-    """A condition variable for coroutines; a notification is for all waiting coroutines or only for one worker's."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self._own: dict[str, asyncio.Event] = {}
-
-    def notify(self, who: str | None = None) -> None:
-        """Wakes the coroutines that wait in `wait(who)`, at a cost that does not grow with the pool; None wakes all."""
-        if who is not None:
-            if event := self._own.pop(who, None):
-                event.set()
-            return
-        self._event.set()
-        self._event = asyncio.Event()
-        waiting, self._own = self._own, {}
-        for event in waiting.values():
-            event.set()
-
-    async def wait(self, who: str | None = None) -> None:
-        """Waits for the next notification of all; with `who`, also for the next notification of `who`."""
-        await (self._event if who is None else self._own.setdefault(who, asyncio.Event())).wait()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Returns when `condition()` is True; it is checked at once and after every notification of all."""
-        while not condition():
-            await self._event.wait()
-
-
-class Accumulator:
-    """A sum of numbers since it was last taken."""
-
-    def __init__(self) -> None:
-        self._sum = 0.0
-
-    def add(self, number: float) -> None:
-        self._sum += number
-
-    def take(self) -> float:
-        """Returns the sum, which then begins at 0 again."""
-        total, self._sum = self._sum, 0.0
-        return total
-
-
-class Trainer(Protocol):
-    """The trainer ranks as the controller sees them (controller/trainer.py)."""
-
-    async def update(self, ctx: "Context", step: int) -> dict[str, float]:
-        """Waits for the groups of `step`, trains on them, and returns the step's metrics (name → value)."""
-
-    async def watch(self) -> None:
-        """Runs beside the loop and raises the death of a rank."""
-
-
-class Weights(Protocol):
-    """Publishing and delivery of versions (weights.py)."""
-
-    async def publish_first(self) -> None:
-        """Publishes the versions that the first tickets of the attempt name; called once, before `publish`."""
-
-    async def publish(self, version: int) -> None:
-        """Returns when the version is staged (copied aside); its delivery goes on during the next update."""
-
-    async def add_worker(self, worker: Worker) -> None:
-        """Checks that weights reach the new worker's modules, then sends it all versions that tickets name.
-
-        Raises WeightsMismatch, WorkerDied or DeadlineExceeded of the worker, and SenderLost, SenderFailed or
-        SenderLate.
-        """
-
-    async def leave(self, worker: str) -> None:
-        """Ends the deliveries to the worker of this name."""
-
-    async def retain_for_evaluation(self, version: int) -> None:
-        """Retains a published version until `deliver_for_evaluation` has sent it to the workers."""
-
-    async def deliver_for_evaluation(self, version: int) -> None:
-        """Starts the delivery of a retained version to every rollout worker, for an evaluation."""
-
-    async def watch(self) -> None:
-        """Runs beside the loop and raises an error of a delivery that must end the run."""
-
-    async def drain(self) -> None:
-        """Waits until all deliveries are done."""
-
-    async def close(self) -> None:
-        """Cancels the deliveries; the rollout workers keep the versions that they hold."""
-
-    def report(self) -> dict[str, Any]:
-        """Returns the `sync` section of summary.json."""
-
-
-class Steps(Protocol):
-    """The work between training steps: metrics, checkpoints and evaluations (after_step.py)."""
-
-    # True once the loop has done its last step and that step's checkpoint is written. A later failure, e.g. of an
-    # evaluation, is then only recorded and does not fail the run.
-    trained: bool
-
-    @property
-    def warnings(self) -> list[str]:
-        """Sentences on updates that were not as they should be."""
-
-    async def before_training(self, ctx: "Context") -> None:
-        """Writes the attempt's first checkpoint and starts evaluations that are due."""
-
-    async def after_step(self, ctx: "Context", step: int, stats: dict[str, float]) -> None:
-        """Writes the metrics of `step` with the trainer's `stats`, starts what is due, and raises earlier errors."""
-
-    async def drain(self, ctx: "Context") -> None:
-        """Writes the last checkpoint and waits for all evaluations."""
-
-    def abandon(self) -> None:
-        """Cancels what is still under way after the loop, which has ended or failed."""
-
-
-class Servers(Protocol):
-    """The reward servers that the run has started (reward_servers.py)."""
-
-    async def up(self, terms: Collection[str]) -> None:
-        """Waits until each of the reward terms has a running server, or has lost all of its servers for good."""
-
-    def lost(self) -> Mapping[str, str]:
-        """Returns term → reason for the terms that have lost all of their servers for good."""
-
-
-class NoServers:
-    """Stands in for Servers in a run that has started no reward server."""
-
-    async def up(self, terms: Collection[str]) -> None:
-        """Returns at once."""
-
-    def lost(self) -> Mapping[str, str]:
-        return {}
-
-
 @dataclass
 class Context:
-    """The shared state of one attempt. Its fields stay the same objects; the objects themselves change."""
+    """The shared state of one attempt."""
 
     config: Config
     requests: RequestBuilder
@@ -259,10 +125,8 @@ class Context:
     # Name of a pool of reward workers → pool. Every pool scores every group, each with its own reward terms; a pool
     # `held_out/X` scores only those of evaluations.
     rewards: Mapping[str, WorkerGroup]
-    trainer: Trainer
-    weights: Weights
+    weights: PublishedWeights
     observer: EventLog
-    steps: Steps
     # What depends on whether processes sample and train: deadlines, deliveries, who trains now.
     placement: SeparatePools
     base_digest: str  # Digest of the trainer's base weights; every rollout worker must hold the same.
@@ -272,7 +136,7 @@ class Context:
     reward_calls: RewardCalls = field(default_factory=RewardCalls)
     # Returns True if the run must end after the current step, with a checkpoint (e.g. SIGTERM or time_limit).
     stop_requested: Callable[[], bool] = lambda: False
-    servers: Servers = field(default_factory=NoServers)
+    servers: RewardServers = field(default_factory=RewardServers)
     # Pool of a held-out term, a worker of which had no successor → the reason. Its term has no more scores.
     lost_pools: dict[str, str] = field(default_factory=dict)
     # The rollout workers that must leave the pool, e.g. because their node ends.
@@ -280,9 +144,11 @@ class Context:
     # The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all.
     starting: StartingWorkers = field(default_factory=StartingWorkers)
     # How often rollout workers exchanged their weights for an average, for an older version, or back (types.py).
-    swaps: Accumulator = field(default_factory=Accumulator)
-    # Seconds in which rollout workers put versions into their networks.
-    activation: Accumulator = field(default_factory=Accumulator)
+    swaps: int = 0
+    # Seconds in which rollout workers put versions into their networks. Both are counted since the last step's metrics.
+    activation: float = 0.0
+    # Kind of a warning about the updates → its first sentence, if the summary does not have it from elsewhere; else "".
+    warned: dict[str, str] = field(default_factory=dict)
     # Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged.
     work: Signal = field(default_factory=Signal)
     # Notified when a group has been scored; the trainer and evaluations wait for it.

@@ -10,8 +10,8 @@ from itertools import starmap
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.deadlines import TICKETS_PER_WORKER
 from async_flowrl.controller.endpoints import SenderFailed, SenderLost
+from async_flowrl.controller.placement import TICKETS_PER_WORKER
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_held_out, ask_reward, free_workers
 from async_flowrl.tickets.request import batch_of
@@ -176,14 +176,14 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
     ctx.observer.state(worker.name, "busy")
     slot.given += len(batch)
     try:
-        async with ctx.placement.deadlines.of_tickets(worker, slot.given, f"generate: {describe(pending[0])}"):
+        async with ctx.placement.time_for_tickets(worker, slot.given, f"generate: {describe(pending[0])}"):
             reports, payloads = await ask(worker, [ctx.requests.request(ticket) for ticket in batch])
     finally:
         slot.given -= len(batch)
-    ctx.swaps.add(sum(report.swaps for report in reports))  # of those computed along, too
-    ctx.activation.add(
-        sum(span.end - span.start for worker_report in reports for span in worker_report.spans if span.name == ACTIVATE)
-    )
+    # Of those computed along, too.
+    ctx.swaps += sum(report.swaps for report in reports)
+    activations = (span for report in reports for span in report.spans if span.name == ACTIVATE)
+    ctx.activation += sum(span.end - span.start for span in activations)
     accepted = []
     for ticket, report, payload in zip(batch, reports, payloads, strict=True):
         needed = ticket in pending

@@ -3,12 +3,17 @@
 shared/controller.py has those of processes that sample and train.
 """
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.deadlines import Deadlines
 from async_flowrl.controller.endpoints import RolloutEndpoint
 from checkpoint_engine import DeliveryOptions
+from separation.group import Worker
+from separation.supervise import deadline
+
+# Tickets a worker may have: the one it makes, and the next, so that it need not wait for an answer and a call.
+TICKETS_PER_WORKER = 2
 
 
 class SeparatePools:
@@ -16,8 +21,22 @@ class SeparatePools:
 
     endpoint: type[RolloutEndpoint] = RolloutEndpoint  # Receiving end of a rollout worker.
 
-    def __init__(self, config: Config, transport: str, deadlines: Deadlines) -> None:
-        self.config, self.transport, self.deadlines = config, transport, deadlines
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def generate_seconds(self, tickets: int) -> float:
+        """Returns the seconds that a rollout worker may take for so many tickets."""
+        return self.config.deadlines.generate * tickets
+
+    def update_seconds(self, calls: int) -> float:
+        """Returns the seconds that a trainer rank may take for so many calls; a call trains a group or ends a step."""
+        return self.config.deadlines.update * calls
+
+    @asynccontextmanager
+    async def time_for_tickets(self, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
+        """Raises DeadlineExceeded, naming `what`, if the body waits too long for so many `tickets` of the worker."""
+        async with deadline(self.generate_seconds(tickets), what):
+            yield
 
     def delivery_options(self, stream: str) -> DeliveryOptions:
         """Returns the options with which the versions of `stream` are delivered to the rollout workers."""

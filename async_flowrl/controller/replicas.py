@@ -78,7 +78,7 @@ async def with_trajectories(
             calls.append((replace(request, tickets=tickets), refs))
         return calls
 
-    seconds = ctx.placement.deadlines.update(len(groups) + request.finishes)
+    seconds = ctx.placement.update_seconds(len(groups) + request.finishes)
     while True:
         await until_whole(groups)
         tried = [group.refs for group in groups]
@@ -116,7 +116,7 @@ async def with_probe(
         tried = [] if probe is None else probe.refs
         refs = [tried[index] for index in which]
         try:
-            async with deadline(ctx.placement.deadlines.update(1), f"update: end of step {requests[0].step}"):
+            async with deadline(ctx.placement.update_seconds(1), f"update: end of step {requests[0].step}"):
                 return await _called(workers, "add_up", [(request, refs) for request in requests], training)
         except RefLost as lost:
             if probe is None:

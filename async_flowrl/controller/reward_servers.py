@@ -14,12 +14,11 @@ from typing import Any, cast
 
 from async_flowrl.config.pools import served_terms, server_pool
 from async_flowrl.config.schema import Config, ServeConfig
-from async_flowrl.controller.context import Signal
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.served import GRACE_SECONDS, Addresses, is_needed, new_token, term_key
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.supervise import DeadlineExceeded, deadline, supervised, together
+from separation.supervise import DeadlineExceeded, Signal, deadline, supervised, together
 
 
 class ServerLost(RuntimeError):
@@ -106,7 +105,7 @@ def server_pools(config: Config) -> list[PoolSpec]:
 
 @dataclass
 class RewardServers:
-    """All reward servers of a run; it implements the protocol `Servers` of context.py."""
+    """All reward servers of a run, maybe none."""
 
     terms: Sequence[Replicas] = ()
     clients: Sequence[WorkerGroup] = ()  # The pools of reward workers, which get the addresses of the servers.

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from async_flowrl.config.pools import held_out_by_pool, is_reward_pool, reward_pools
 from async_flowrl.config.schema import RewardConfig
-from async_flowrl.controller.context import Context, Servers
+from async_flowrl.controller.context import Context
+from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import combined
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket, describe
@@ -129,7 +130,7 @@ async def ask_pool(
 async def asked_until_scored(
     terms: Collection[str],
     config: RewardConfig,
-    servers: Servers,
+    servers: RewardServers,
     ask: Callable[[Sequence[str]], Awaitable[Scores]],
 ) -> Scores:
     """Returns the results of `ask`, which is called again for the terms that failed, up to `reward.retries` times.

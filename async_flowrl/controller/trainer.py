@@ -69,7 +69,7 @@ def divisor(ctx: Context, groups: Sequence[TrainingGroup]) -> int | None:
 
 
 class TrainerGroup:
-    """All trainer ranks of one run; it implements the protocol `Trainer` (context.py)."""
+    """All trainer ranks of one run."""
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         self.workers, self.algorithm = workers, algorithm
@@ -273,7 +273,7 @@ class TrainerGroup:
         if trained:
             results = await with_trajectories(ctx, self.workers.workers, self._replicas[0], trained, "train", request)
         else:
-            async with deadline(ctx.placement.deadlines.update(1), f"update: step {step}"):
+            async with deadline(ctx.placement.update_seconds(1), f"update: step {step}"):
                 results = await self.all("train", request)
         if not finishes:
             return None
@@ -307,7 +307,7 @@ class TrainerGroup:
         )
         if (overflow := summed[0].overflow) is not None:
             return overflow
-        async with training, deadline(ctx.placement.deadlines.update(1), f"update: optimizer step of step {step}"):
+        async with training, deadline(ctx.placement.update_seconds(1), f"update: optimizer step of step {step}"):
             stepped: list[UpdateStats] = await together(*(worker.call("take_step") for worker in workers))
         did = list(zip(workers, stepped, strict=True))
         if len({stats.digest for stats in stepped}) > 1:

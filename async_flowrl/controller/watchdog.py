@@ -12,7 +12,7 @@ from math import isfinite
 from async_flowrl.config.pools import served_terms
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.deadlines import Deadlines
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.tickets.table import Ticket, describe
 from separation.text_table import format_table
 
@@ -76,13 +76,13 @@ class TicketAges:
         return StallRow(describe(ticket), str(ticket.state), ticket.worker or "-", now - since, holds)
 
 
-def limit(config: Config, calls: Deadlines) -> float:
+def limit(config: Config, placement: SeparatePools) -> float:
     """Returns the seconds without a change after which the run has stalled: the sum of all deadlines of a step.
 
     One call may train all groups of a step. The longest time to find and restart a hung reward server is added.
     """
     deadlines = config.deadlines
-    update = calls.update(config.prompts_per_step)
+    update = placement.update_seconds(config.prompts_per_step)
     served = [serve for _, serve in served_terms(config)]
     servers = max((s.start_seconds + (s.hung_seconds if isfinite(s.hung_seconds) else 0.0) for s in served), default=0)
     return servers + deadlines.load + deadlines.generate + deadlines.score + deadlines.publish + update
@@ -100,5 +100,5 @@ async def watch_for_stalls(ctx: Context) -> None:
         report = ages.report(ctx, clock())
         ctx.observer.event("stall", seconds=clock() - changed, report=report)
         logger.info("nothing has changed for %.0f s:\n%s", clock() - changed, report)
-        if clock() - changed > limit(ctx.config, ctx.placement.deadlines):
+        if clock() - changed > limit(ctx.config, ctx.placement):
             raise Stalled(f"nothing has changed for {clock() - changed:.0f} s:\n{report}")

@@ -4,25 +4,25 @@ It tells the ticket table the digest of every published version, and which worke
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.admission import WorkerProof
-from async_flowrl.controller.context import Signal
-from async_flowrl.controller.endpoints import EmaEndpoint, SenderLost, TrainerEndpoint
+from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, SenderLost, TrainerEndpoint
 from async_flowrl.controller.placement import SeparatePools
-from async_flowrl.controller.trainer import TrainerGroup
+from async_flowrl.controller.rank_weights import ReplicatedWeights
 from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import EVALUATION, Ack, Delivery, Header
+from checkpoint_engine import CANARY_VERSION, EVALUATION, Ack, Delivery, Header, check_binding
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.errors import error_names
+from checkpoint_engine.errors import Verdict, error_names, verdict
 from checkpoint_engine.transports import OBJECT_STORE
-from separation.group import Worker, WorkerDied, WorkerGroup
-from separation.supervise import DeadlineExceeded
+from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
+from separation.supervise import DeadlineExceeded, Signal, deadline
+
+T = TypeVar("T")
 
 # Workers given up over corrupted weights without a new version anywhere; with so many the sender is at fault.
 MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
@@ -30,6 +30,54 @@ MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
 
 class CorruptedVersion(RuntimeError):
     """Raised if too many workers receive damaged weights, so that the sender is at fault and no replacement helps."""
+
+
+@dataclass
+class WorkerProof:
+    """Proves with random weights (the canary) that a new rollout worker computes the same as the trainer."""
+
+    config: Config
+    observer: EventLog
+    sender: TrainerEndpoint
+    transport: str
+    header: Header = field(init=False)
+    payload: Any = None  # A reference to the canary's bytes in the object store.
+    # Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py).
+    probe: dict[str, Any] = field(default_factory=dict)
+
+    async def begin(self) -> None:
+        """Has the trainer make the canary. Raises SenderLost, SenderFailed or SenderLate."""
+        self.header, self.payload, self.probe = await self.sender.canary()
+
+    async def of(self, worker: Worker) -> None:
+        """Delivers the canary and compares both networks' results.
+
+        Raises WeightsMismatch, which names the module, WorkerDied, DeadlineExceeded, and the errors of the sender.
+        """
+        await self._deliver(worker)
+        proof = await in_time(self.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
+        check_binding(self.probe, proof, who=worker.name)
+
+    async def _deliver(self, worker: Worker) -> None:
+        retries = self.config.checkpoint_engine.retries
+        end = RolloutEndpoint(worker, self.observer, self.transport)
+        for attempt in range(retries + 1):
+            try:
+                await in_time(self.config, f"canary to {worker.name}", end.receive(self.header, self.payload))
+                return
+            except Exception as error:
+                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
+                    raise
+                if attempt == retries:
+                    raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
+                if isinstance(error, RefLost):
+                    self.payload = await self.sender.canary_again()
+
+
+async def in_time(config: Config, what: str, call: Awaitable[T]) -> T:
+    """Returns the call's result. Raises DeadlineExceeded, which names `what`, after `deadlines.publish`."""
+    async with deadline(config.deadlines.publish, f"publish: {what}"):
+        return await call
 
 
 @dataclass
@@ -43,11 +91,11 @@ class PublishedWeights:
     config: Config
     table: TicketTable
     rollout: WorkerGroup
-    trainers: TrainerGroup
+    trained: ReplicatedWeights  # The trained weights on the trainer ranks.
     observer: EventLog
     work: Signal  # Notified when a version is published or acknowledged, and when a worker is given up.
     placement: SeparatePools
-    base_digest: str = ""  # Digest of the base weights, which all workers hold.
+    transport: str  # Way by which versions are sent to the rollout workers.
     held: Collection[int] = ()  # Versions that an earlier attempt has published, and whose evaluation is not made yet.
     sender: TrainerEndpoint = field(init=False)
     delivery: Delivery = field(init=False)
@@ -63,8 +111,8 @@ class PublishedWeights:
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sender = self.trainers.weights.sender(self.config, self.placement.transport, self.sealed)
-        self.proof = WorkerProof(self.config, self.observer, self.sender, self.placement.transport)
+        self.sender = self.trained.sender(self.config, self.transport, self.sealed)
+        self.proof = WorkerProof(self.config, self.observer, self.sender, self.transport)
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name."""
@@ -96,10 +144,15 @@ class PublishedWeights:
         self.observer.event("version", stream="policy", version=version, state="staged", digest=None, worker=None)
 
     def _book(self, state: str) -> None:
-        for rank in self.trainers.workers.workers:
+        for rank in self.trained.ranks:
             self.observer.state(rank.name, state)
 
     async def add_worker(self, worker: Worker) -> None:
+        """Checks that weights reach the new worker's modules, then sends it all versions that tickets name.
+
+        Raises WeightsMismatch, WorkerDied or DeadlineExceeded of the worker, and SenderLost, SenderFailed or
+        SenderLate.
+        """
         await self._started.wait()
         await self.proof.of(worker)
         oldest = self._oldest_named()
@@ -109,6 +162,7 @@ class PublishedWeights:
         return self.table.shape.version_for(self.table.step)
 
     async def leave(self, worker: str) -> None:
+        """Ends the deliveries to the worker of this name."""
         await self._started.wait()
         for delivery in self._deliveries:
             await delivery.leave(worker)
@@ -124,6 +178,7 @@ class PublishedWeights:
         await self.delivery.keep(version)
 
     async def deliver_for_evaluation(self, version: int) -> None:
+        """Starts the delivery of a retained version to every rollout worker, for an evaluation."""
         if self.ema is None:
             await self.delivery.place(version)
             return
@@ -133,6 +188,7 @@ class PublishedWeights:
             await self.ema.release(before)
 
     async def watch(self) -> None:
+        """Runs beside the loop and raises an error of a delivery that must end the run."""
         await self._started.wait()
         async with asyncio.TaskGroup() as tasks:
             for delivery in self._deliveries:
@@ -162,20 +218,21 @@ class PublishedWeights:
         )
 
     def report(self) -> dict[str, Any]:
+        """Returns the `sync` section of summary.json."""
         stats = self.delivery.stats
         names = ("publishes", "bytes", "seconds", "retries", "corrupt", "fallbacks", "member_busy")
         counts = {name: getattr(stats, name) for name in names}
-        return counts | {"trainer_stall_seconds": self.stall_seconds, "transport": self.placement.transport}
+        return counts | {"trainer_stall_seconds": self.stall_seconds, "transport": self.transport}
 
     async def _start(self) -> None:
         """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
         config = self.config
         await self.proof.begin()
         broadcast = None
-        if self.placement.transport != OBJECT_STORE:
+        if self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
                 self.sender,
-                name=self.placement.transport,
+                name=self.transport,
                 setup_seconds=config.checkpoint_engine.setup_seconds,
                 ready_seconds=config.checkpoint_engine.ready_seconds,
                 sender_seconds=config.deadlines.publish,
@@ -185,7 +242,7 @@ class PublishedWeights:
         self.delivery = Delivery(self.sender, replace=self._give_up, options=options, broadcast=broadcast)
         self._deliveries.append(self.delivery)
         if config.trainer.ema_decay is not None:
-            self.ema = self.trainers.weights.average_sender(config, self._sent)
+            self.ema = self.trained.average_sender(config, self._sent)
             self._deliveries.append(
                 Delivery(self.ema, replace=self._give_up, options=self.placement.delivery_options(EMA))
             )
@@ -205,7 +262,7 @@ class PublishedWeights:
             await self._join(worker, [])
 
     async def _join(self, worker: Worker, versions: list[int]) -> None:
-        end = self.placement.endpoint(worker, self.observer, self.placement.transport)
+        end = self.placement.endpoint(worker, self.observer, self.transport)
         await self.delivery.join(end, versions)
         for average in self._deliveries[1:]:
             await average.join(end, [] if self._delivered is None else [self._delivered])

@@ -72,7 +72,11 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
         summary["total_steps"] = config.total_steps
         summary["evaluation_prompts"] = run.prepared.requests.evaluated
         summary["prompts"] = prompts_of(run.prepared)
-        summary["warnings"] += [*forced(history), *ctx.reward_calls.warnings().values(), *ctx.steps.warnings]
+        summary["warnings"] += [
+            *forced(history),
+            *ctx.reward_calls.warnings().values(),
+            *filter(None, ctx.warned.values()),
+        ]
         summary["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         ledgers = run.ledgers
         evaluated = summarise_evaluations(config, ledgers.evaluations.records)

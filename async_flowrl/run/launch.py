@@ -23,7 +23,7 @@ from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.nodes import look_at_nodes
-from async_flowrl.run.pools import as_two, deadlines_of, outline, pools
+from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes
 from async_flowrl.types import Conditioning, EncoderInput
@@ -141,7 +141,9 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
     async with deadline(config.deadlines.load, "load: model of the trainer"):
         # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
-            await join_process_group(group, timeout=deadlines_of(config).update(MAX_GROUPS_PER_CALL + 2))
+            await join_process_group(
+                group, timeout=controller_placement(config).update_seconds(MAX_GROUPS_PER_CALL + 2)
+            )
         infos: list[dict[str, Any]] = await trainers.all("load", trainers.layout)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]

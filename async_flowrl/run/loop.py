@@ -14,25 +14,27 @@ Two settings make the modes: `max_staleness` says how many steps generation may 
 says whether the trainer gets the groups of a step together (batch) or one by one as they are ready (stream).
 """
 
+from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import dispatch
+from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.controller.watchdog import watch_for_stalls
 from separation.supervise import supervised
 
 
-async def run(ctx: Context) -> None:
+async def run(ctx: Context, trainer: TrainerGroup, steps: AfterStep) -> None:
     """Trains from step `ctx.table.step` to the last one, or ends after the step in which a stop is requested."""
     # It returns when the last checkpoint is written and the outstanding evaluations are done. The first failure of any
     # part (dispatch, training, delivery, watchdog) cancels the others and is raised.
-    async with supervised(dispatch(ctx), ctx.trainer.watch(), ctx.weights.watch(), watch_for_stalls(ctx)):
+    async with supervised(dispatch(ctx), trainer.watch(), ctx.weights.watch(), watch_for_stalls(ctx)):
         await ctx.weights.publish_first()
-        await ctx.steps.before_training(ctx)
+        await steps.before_training(ctx)
         for step in range(ctx.table.step, ctx.config.total_steps):
-            stats = await ctx.trainer.update(ctx, step)
+            stats = await trainer.update(ctx, step)
             ctx.table.close_step(step)
             await ctx.weights.publish(step + 1)
-            await ctx.steps.after_step(ctx, step, stats)
+            await steps.after_step(ctx, step, stats)
             if ctx.stop_requested():
                 break
         await ctx.weights.drain()
-        await ctx.steps.drain(ctx)
+        await steps.drain(ctx)

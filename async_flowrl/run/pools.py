@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from async_flowrl.config.pools import ROLLOUT, TRAINER, RewardPool, held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.controller.deadlines import Deadlines
 from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
-from async_flowrl.shared.controller import SharedDeadlines, SharedPool
+from async_flowrl.shared.controller import SharedPool
 from async_flowrl.tickets.request import upcoming
 from separation.cohosted import SubPool, sub_groups
 from separation.group import PoolSpec, WorkerGroup
@@ -60,14 +59,9 @@ def outline(config: Config) -> list[PoolSpec]:
     return [*training, *(reward_spec(pool, config) for pool in scoring_pools(config)), *server_pools(config)]
 
 
-def controller_placement(config: Config, transport: str) -> SeparatePools:
-    """Returns the controller's view of trainer ranks and rollout workers, between which weights go by `transport`."""
-    return (SharedPool if config.placement == SHARED else SeparatePools)(config, transport, deadlines_of(config))
-
-
-def deadlines_of(config: Config) -> Deadlines:
-    """Returns the deadlines of the calls of trainer ranks and rollout workers."""
-    return (SharedDeadlines if config.placement == SHARED else Deadlines)(config)
+def controller_placement(config: Config) -> SeparatePools:
+    """Returns the controller's view of trainer ranks and rollout workers."""
+    return (SharedPool if config.placement == SHARED else SeparatePools)(config)
 
 
 def shared_pool(config: Config) -> PoolSpec:

@@ -18,10 +18,9 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.admission import check_base, download_model, load_rollout, loaders
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.checkpoints import Checkpoints
-from async_flowrl.controller.context import Context, Signal, Steps
+from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationRecords
 from async_flowrl.controller.kept_state import KeptState, KeptStates
-from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.resume import START, Resume, newest, with_outcomes
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
@@ -47,7 +46,7 @@ from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step,
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
 from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
-from separation.supervise import DeadlineExceeded, deadline, together
+from separation.supervise import DeadlineExceeded, Signal, deadline, together
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +94,10 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
         try:
             if dead:
                 resume = await recover(run, resume)
-            ctx = context_of(run, resume)
-            await attempt(run, ctx)
+            requests = with_outcomes(run.prepared.requests, resume)
+            steps = steps_of(run, requests, resume)
+            ctx = context_of(run, requests, resume)
+            await attempt(run, ctx, steps)
         except (WorkerDied, WorkerFailed) as error:
             dead = await dead_ranks(run.trainers)
             if ctx is not None and ctx.table.step > furthest:
@@ -112,23 +113,23 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
             return ctx
 
 
-async def attempt(run: Run, ctx: Context) -> None:
+async def attempt(run: Run, ctx: Context, steps: AfterStep) -> None:
     """Trains from the step of the context's ticket table to the end. Raises the first failure."""
     # When the last step is trained, only evaluations are outstanding. A failure after that (such as images that cannot
     # be made) is added to the ledger's failures and not raised, unless a trainer rank has died.
     try:
-        await run_loop(ctx)
+        await run_loop(ctx, run.trainers, steps)
     except asyncio.CancelledError:
         run.kept.cancel()
         raise
     except Exception as error:  # any failure of an evaluation
-        if not ctx.steps.trained or await dead_ranks(run.trainers):
+        if not steps.trained or await dead_ranks(run.trainers):
             raise
         logger.exception("training is done, but an evaluation could not be completed")
         run.ledgers.failures.append(f"evaluations at the end: {type(error).__name__}: {error}")
     finally:
         await ctx.weights.close()
-        ctx.steps.abandon()
+        steps.abandon()
         await run.kept.settle(ctx)
 
 
@@ -274,14 +275,13 @@ async def clean_rollout(worker: Worker, *, seconds: float) -> None:
         worker.kill()
 
 
-def context_of(run: Run, resume: Resume) -> Context:
-    """Returns fresh controller state for an attempt from `resume`, and records the workers in the event log."""
+def steps_of(run: Run, requests: RequestBuilder, resume: Resume) -> AfterStep:
+    """Returns what is done between the training steps of an attempt from `resume`."""
     config, ledgers = run.prepared.config, run.ledgers
     ours = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
     if resume.kept is not None:  # Its checkpoint is written only if one is due that is lacking.
         written_already = any(checkpoint_step(path) == resume.version for path in written(run.directory.checkpoints))
         ours = written_already or not checkpoint_due(config, resume.version)
-    requests = with_outcomes(run.prepared.requests, resume)
     records = EvaluationRecords(
         config,
         run.directory,
@@ -303,24 +303,28 @@ def context_of(run: Run, resume: Resume) -> Context:
         saved=[resume.version] if ours else [],
         spare=records.spare,
     )
-    scored = run.directory.scores
-    score_log = ScoreLog(scored, first_step=resume.version) if keeps_scores(config.reward) else None
+    return AfterStep(
+        ledgers.metrics,
+        ledgers.monitor,
+        checkpoints,
+        ledgers.pools,
+        records,
+        latent_elements=prod(run.prepared.shapes.latents),
+        kept=run.kept,
+        held=resume.held_versions,
+    )
+
+
+def context_of(run: Run, requests: RequestBuilder, resume: Resume) -> Context:
+    """Returns fresh controller state for an attempt from `resume`, and records the workers in the event log."""
+    ledgers, scored = run.ledgers, run.directory.scores
+    score_log = ScoreLog(scored, first_step=resume.version) if keeps_scores(requests.config.reward) else None
     ctx = build_context(
         requests,
         run.groups,
         run.trainers,
         ledgers.events,
-        AfterStep(
-            ledgers.metrics,
-            ledgers.monitor,
-            checkpoints,
-            ledgers.pools,
-            records,
-            latent_elements=prod(run.prepared.shapes.latents),
-            kept=run.kept,
-            held=resume.held_versions,
-        ),
-        controller_placement(config, run.transport),
+        run.transport,
         base_digest=run.base_digest,
         resume=resume,
     )
@@ -334,14 +338,14 @@ def build_context(
     pools: Mapping[str, WorkerGroup],
     trainers: TrainerGroup,
     observer: EventLog,
-    steps: Steps,
-    placement: SeparatePools,
+    transport: str,
     *,
     base_digest: str,
     resume: Resume = START,
 ) -> Context:
     """Returns the context of an attempt that begins at `resume`; the rollout workers have joined its ticket table."""
     config = requests.config
+    placement = controller_placement(config)
 
     def changed(ticket: Ticket) -> None:
         observer.event("ticket", **record(ticket))
@@ -355,20 +359,18 @@ def build_context(
         table=table,
         rollout=pools[ROLLOUT],
         rewards={pool.name: pools[pool.name] for pool in scoring_pools(config)},
-        trainer=trainers,
         weights=PublishedWeights(
             config,
             table,
             pools[ROLLOUT],
-            trainers,
+            trainers.weights,
             observer,
             work,
             placement,
-            base_digest,
+            transport,
             resume.held_versions,
         ),
         observer=observer,
-        steps=steps,
         placement=placement,
         base_digest=base_digest,
         work=work,

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.deadlines import TICKETS_PER_WORKER, Deadlines
 from async_flowrl.controller.endpoints import RolloutEndpoint
-from async_flowrl.controller.placement import SeparatePools
+from async_flowrl.controller.placement import TICKETS_PER_WORKER, SeparatePools
 from async_flowrl.types import POLICY
 from checkpoint_engine import RING, Ack, DeliveryOptions, Header
 from separation.group import Worker
@@ -17,36 +16,6 @@ from separation.supervise import DeadlineExceeded, deadline, supervised
 
 # Number of receivers that the sender serves itself, larger than any pool: no receiver passes a version on.
 UNLIMITED_FAN_OUT = 1 << 30
-
-
-class SharedDeadlines(Deadlines):
-    """Deadlines of calls that wait for each other in one process.
-
-    A ticket may wait for training and training for a ticket. `generate` is longer than `update`, and `update` is longer
-    than `_hung` needs to find a ticket that hangs. So the deadline of the call that hangs passes before that of the
-    call that waits for it, and the error names the one that hangs.
-    """
-
-    def generate(self, tickets: int) -> float:
-        """As in Deadlines; the tickets may have to wait for a whole training step, and after it for one more call."""
-        return super().generate(tickets) + 2 * self.update(self.config.prompts_per_step + 1)
-
-    def update(self, calls: int) -> float:
-        """As in Deadlines; the calls may have to wait for the ticket that the process is making.
-
-        If that ticket hangs, `_hung` finds it within two times `deadlines.generate` per ticket of the worker, which has
-        at most TICKETS_PER_WORKER batches of tickets. This deadline is longer.
-        """
-        config = self.config
-        waiting = (2 * TICKETS_PER_WORKER + 1) * config.deadlines.generate * config.rollout.tickets_per_batch
-        return super().update(calls) + waiting
-
-    @asynccontextmanager
-    async def of_tickets(self, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
-        """As in Deadlines; the time in which the worker's process trains does not count."""
-        seconds = self.config.deadlines.generate * tickets
-        async with super().of_tickets(worker, tickets, what), supervised(_hung(worker, seconds, what)):
-            yield
 
 
 async def _hung(worker: Worker, seconds: float, what: str) -> None:
@@ -79,13 +48,39 @@ class LocalVersions(RolloutEndpoint):
 
 
 class SharedPool(SeparatePools):
-    """The controller's view of processes that sample and train: rollout worker i and trainer rank i are one process."""
+    """The controller's view of processes that sample and train: rollout worker i and trainer rank i are one process.
+
+    A ticket may wait for training and training for a ticket. `generate_seconds` is longer than `update_seconds`, which
+    is longer than `_hung` needs to find a ticket that hangs. So the deadline of the call that hangs passes before that
+    of the call that waits for it, and the error names the one that hangs.
+    """
 
     endpoint = LocalVersions
 
-    def __init__(self, config: Config, transport: str, deadlines: Deadlines) -> None:
-        super().__init__(config, transport, deadlines)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.training = set[int]()
+
+    def generate_seconds(self, tickets: int) -> float:
+        """As in SeparatePools; the tickets may have to wait for a whole training step and then for one more call."""
+        return super().generate_seconds(tickets) + 2 * self.update_seconds(self.config.prompts_per_step + 1)
+
+    def update_seconds(self, calls: int) -> float:
+        """As in SeparatePools; the calls may have to wait for the ticket that the process is making.
+
+        If that ticket hangs, `_hung` finds it within two times `deadlines.generate` per ticket of the worker, which has
+        at most TICKETS_PER_WORKER batches of tickets. This deadline is longer.
+        """
+        config = self.config
+        waiting = (2 * TICKETS_PER_WORKER + 1) * config.deadlines.generate * config.rollout.tickets_per_batch
+        return super().update_seconds(calls) + waiting
+
+    @asynccontextmanager
+    async def time_for_tickets(self, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
+        """As in SeparatePools; the time in which the worker's process trains does not count."""
+        seconds = self.config.deadlines.generate * tickets
+        async with super().time_for_tickets(worker, tickets, what), supervised(_hung(worker, seconds, what)):
+            yield
 
     def delivery_options(self, stream: str) -> DeliveryOptions:
         """As in SeparatePools; versions of the policy are announced, so nobody has to pass them on."""

@@ -70,7 +70,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "nobody notices that a worker hangs",
-        {"async_flowrl.controller.deadlines:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
+        {"async_flowrl.controller.placement:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
         LOST,
         arguments={"what": "hang", "k": 1},
         raises=HANGS,

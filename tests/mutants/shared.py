@@ -33,7 +33,7 @@ SHARED_FAULTS = (
     ),
     Mutant(
         "a ticket that waits for training which hangs is named first",
-        {"async_flowrl.shared.controller:SharedDeadlines.generate": as_soon_as_the_ticket},
+        {"async_flowrl.shared.controller:SharedPool.generate_seconds": as_soon_as_the_ticket},
         f"{RUNS}:test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool",
         arguments={"mode": "fully async", "workers": 1, "method": "train_last"},
         raises=("AssertionError", "Failed", "WorkerDied"),

@@ -102,14 +102,14 @@ WEIGHT_FAULTS = (
     ),
     Mutant(
         "a replacement serves without proof",
-        {"async_flowrl.controller.admission:WorkerProof.of": nothing_awaited},
+        {"async_flowrl.controller.weights:WorkerProof.of": nothing_awaited},
         f"{FAULTS}:test_a_worker_that_computes_with_other_modules_never_serves",
         arguments={"name": "rollout-0.1"},
         raises=("Failed",),
     ),
     Mutant(
         "a lost acknowledgement: nobody is woken",
-        {"async_flowrl.controller.context:Signal.notify": only_everybody},
+        {"separation.supervise:Signal.notify": only_everybody},
         f"{LOOP}:test_staleness_is_exactly_the_smaller_of_step_and_k",
         arguments=STALE,
         raises=HANGS,

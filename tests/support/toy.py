@@ -18,7 +18,6 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.run.loop import run
-from async_flowrl.run.pools import controller_placement
 from async_flowrl.run.recovery import build_context
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
@@ -38,7 +37,7 @@ _calm_runs: dict[str, "ToyRun"] = {}
 
 
 class ToySteps:
-    """Implements `Steps` (controller/context.py): records every step's metrics and starts evaluations when due."""
+    """Stands in for AfterStep (controller/after_step.py): records every step's metrics and starts evaluations."""
 
     trained = False
 
@@ -159,16 +158,16 @@ async def trained_on(
     `hosted` returns the toy trainer of a worker of the trainer's pool.
     """
     steps = ToySteps(observer)
-    ctx = toy_context(config, groups, observer, steps, texts)
+    ctx, trainers = toy_context(config, groups, observer, texts)
     beside = asyncio.ensure_future(disturb(ctx, groups)) if disturb else None
     try:
-        await run(ctx)
+        await run(ctx, trainers, cast("Any", steps))
     finally:
         if beside is not None:
             beside.cancel()
         steps.abandon()
         await ctx.weights.close()
-    trainer = hosted(cast("TrainerGroup", ctx.trainer).first)
+    trainer = hosted(trainers.first)
     return ToyRun(
         digest=trainer.weights_digest(),
         observer=observer,
@@ -210,15 +209,12 @@ def toy_context(
     config: Config,
     groups: Mapping[str, ToyPool],
     observer: ListObserver,
-    steps: ToySteps,
     texts: Sequence[str] = TEXTS,
-) -> Context:
+) -> tuple[Context, TrainerGroup]:
     algorithm = build_algorithm(config)
     prompts = [Prompt(index, text) for index, text in enumerate(texts)]
     requests, trainers = RequestBuilder(config, prompts, prompts[:2]), TrainerGroup(groups["trainer"], algorithm)
-    return build_context(
-        requests, groups, trainers, observer, steps, controller_placement(config, OBJECT_STORE), base_digest="toy"
-    )
+    return build_context(requests, groups, trainers, observer, OBJECT_STORE, base_digest="toy"), trainers
 
 
 def virtual(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.controller.deadlines import Deadlines
+from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.watchdog import Stalled, limit
 from async_flowrl.tickets.table import Ticket, TicketTable
 from tests.support.toy import ListObserver, Timing, toy_config, virtual
@@ -21,7 +21,7 @@ def test_tickets_that_nobody_may_run_end_the_run_by_name(monkeypatch: pytest.Mon
         virtual(config, observer=observer)
     stalls = observer.of("stall")
     assert stalls[0]["seconds"] == pytest.approx(config.deadlines.stall)
-    assert stalls[-1]["seconds"] > limit(config, Deadlines(config))
+    assert stalls[-1]["seconds"] > limit(config, SeparatePools(config))
 
 
 def test_a_slow_run_is_not_a_stalled_one() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.schema import RewardTerm
-from async_flowrl.controller.context import NoServers
+from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.rewards.base import RewardError
 from tests.support.toy import toy_config, virtual
 
@@ -15,7 +15,7 @@ from tests.support.toy import toy_config, virtual
 def test_a_term_whose_servers_are_lost_fails_without_being_asked(workers: int | None) -> None:
     """In the shared pool and in one of its own, whose workers then have nothing to do."""
 
-    class Lost(NoServers):
+    class Lost(RewardServers):
         def lost(self) -> Mapping[str, str]:
             return {"away": "died 4 times"}
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from async_flowrl.controller.context import Accumulator
 from async_flowrl.rollout.worker import is_swap
 from checkpoint_engine import CANARY_VERSION, Activation
 
@@ -28,10 +27,3 @@ def active(stream: str, version: int, digest: str = "") -> Activation:
 )
 def test_an_exchange_is_what_is_no_newer_version(before: Activation | None, now: Activation, swap: int) -> None:
     assert is_swap(before, now) == swap
-
-
-def test_a_count_is_taken_once() -> None:
-    accumulator = Accumulator()
-    for number in (1, 0, 1):
-        accumulator.add(number)
-    assert (accumulator.take(), accumulator.take()) == (2, 0)
