@@ -197,14 +197,12 @@ class PolicyGradient(GroupAdvantages, ABC):
         return batch.advantages.double().clamp(-self.config.adv_clip_max, self.config.adv_clip_max)
 
     def _rollout_log_prob(self, batch: MicroBatch, current: Prediction) -> Tensor:
-        """Returns the recorded log-prob [B] float64; for cps steps, converted to a log-density if `gaussian`."""
         value = batch.rollout_log_prob.double()
         if self.config.sde_type != "cps" or not self.gaussian:
             return value
         return sde.cps_to_gaussian(value, current["std"])
 
     def _nats(self, log_ratio: Tensor, batch: MicroBatch, current: Prediction) -> Tensor:
-        """Returns the log-ratio [B] in nats per latent, from a difference of two `log_prob` (per latent element)."""
         nats = log_ratio * sde.latent_elements(batch.latents)
         return nats if self.gaussian else nats / (2.0 * current["std"].double().square())
 

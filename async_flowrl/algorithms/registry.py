@@ -100,7 +100,6 @@ def _factory(name: str) -> Any:
 
 
 def _built(factory: Any, config: AlgorithmConfig, correction: str) -> Any:
-    """Builds an algorithm of the user's own; ValueError for options that it does not take, and if it raises."""
     check_options("algorithm.options", factory, config.options, beside=("config", "correction"))
     try:
         return factory(config, correction=correction, **config.options)

@@ -98,7 +98,6 @@ class AfterStep:
         await self.evaluations.drain()
 
     def _baseline_due(self, ctx: Context) -> bool:
-        """Returns True if the base model must be evaluated: it is wanted, not recorded, and this is version 0."""
         if not ctx.config.evaluate.baseline or self.records.log.baseline() is not None:
             return False
         if ctx.table.step > 0:
@@ -135,7 +134,6 @@ class AfterStep:
         self.checkpoints.abandon()
 
     def _timing(self, ctx: Context, seconds: float) -> dict[str, float]:
-        """Returns the step's seconds by kind, the pools' busy shares, and the swaps of weights."""
         before, self._stalled = self._stalled, stalled(ctx)
         shares = {
             f"pool/{pool}/busy": states["busy"] / max(sum(states.values()), 1e-9)

@@ -113,7 +113,6 @@ class Checkpoints:
             self._writing.exception()  # Marks the error as seen: the attempt has already ended for another reason.
 
     async def _write(self, version: int, controller: dict[str, Any]) -> None:
-        """Has the first rank, or all that have a share, write the copy. Raises as `written` says."""
         directory, spare = str(self.directory.checkpoints), self.spare()
         try:
             async with deadline(self.config.deadlines.update, f"update: writing checkpoint {version}"):

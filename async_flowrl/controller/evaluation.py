@@ -100,7 +100,6 @@ class Evaluations:
             task.cancel()
 
     async def _run(self, ctx: Context, version: int, baselines: Sequence[bool]) -> None:
-        """Waits for earlier evaluations, then makes one evaluation per item of `baselines` and reports each result."""
         async with self.turn:
             await ctx.weights.deliver_for_evaluation(version)
             count = len(ctx.requests.evaluation)
@@ -236,7 +235,6 @@ class EvaluationRecords:
         logger.warning("%s", sentence)
 
     def _name_failures(self, what: str, result: EvaluationResult) -> None:
-        """Records a failure for prompts without scores, and for each term without scores, with numbers of prompts."""
         if result.unscored:
             self.failed(what, f"{result.unscored} of {result.unscored + len(result.scores)} prompts have no score")
         optional = Counter(name for each in result.scores for name in each.failed)
@@ -270,7 +268,6 @@ class EvaluationRecords:
             logger.warning("%s", sentence)
 
     def _picture(self, result: EvaluationResult, mean: float | None) -> Path:
-        """Writes the picture of all images and, if configured, single ones; `mean` is the reward's, for the title."""
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
         shown = with_held_out_extras(result)

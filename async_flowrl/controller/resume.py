@@ -258,7 +258,6 @@ def reward_sources(terms: Mapping[str, RewardTerm]) -> dict[str, str]:
 
 
 def _server(serve: ServeConfig | None) -> Iterator[bytes]:
-    """Yields the server's command and files, which decide its scores as far as this process can see."""
     if serve is None:
         return
     for word in command_of(serve):

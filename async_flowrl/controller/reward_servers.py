@@ -164,7 +164,6 @@ class RewardServers:
                 reason = _said(error)
 
     def _lost(self, replicas: Replicas, index: int, reason: str) -> None:
-        """Marks a replica as lost for good. Raises ServerLost if the run needs it."""
         name, restarts = replicas.group.workers[index].name, replicas.serve.restarts
         sentence = (
             f"the server {name} of {replicas.key} died {replicas.deaths[index]} times, which is more "
@@ -192,7 +191,6 @@ class RewardServers:
         self._changed.notify()
 
     async def _tell(self, replicas: Replicas) -> None:
-        """Sends the addresses of the term's servers to all reward workers, their future replacements and listeners."""
         addresses = {replicas.term: replicas.addresses}
         for group in self.clients:
             cast("dict[str, Addresses]", group.spec.arguments[SERVERS]).update(addresses)

@@ -68,7 +68,6 @@ class StepStatistics:
         return {name: float(np.mean([metrics[name] for metrics in ran if name in metrics])) for name in names}
 
     def _by_window(self) -> dict[str, float]:
-        """Returns the metrics of losses by the start of the group's window; empty for an algorithm without windows."""
         if not self.windowed:
             return {}
         groups = [group for stats in self.updates for group in stats.groups]

@@ -99,7 +99,6 @@ class TrainerGroup:
             logger.warning("%s", doubt)
 
     def _arrange(self, per_replica: int) -> None:
-        """Makes the replicas anew, of `per_replica` ranks each."""
         ranks, by_group = len(self.workers.workers), self.weights.by_group
         self._owners = Assignment(ranks, per_replica, by_group=by_group)
         starts = range(0, ranks, per_replica)
@@ -191,7 +190,6 @@ class TrainerGroup:
                 yield self._owned(ctx, hand_over(ctx, self.algorithm, step, chosen))
 
     async def _until(self, ctx: Context, condition: Callable[[], bool]) -> None:
-        """Waits until `condition()` holds; only time in which no rank trains counts as waiting for the rollout."""
         if not condition():
             began = now()
             for replica in self._replicas:
@@ -204,7 +202,6 @@ class TrainerGroup:
             self._book_state(ctx, self._replicas[0], "busy")
 
     def _owned(self, ctx: Context, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
-        """Returns the groups with the rank that trains each of their parts."""
         owned = []
         for group in groups:
             if group.meta is not None:
@@ -323,7 +320,6 @@ class TrainerGroup:
         return StepPlan(rows, update, self._attempts, probe=update == 0, replay=is_replayed(step))
 
     def _book(self, ctx: Context, results: Stepped) -> None:
-        """Records the spans of an optimizer step, and the trajectories that each rank fetched, as events."""
         self._measures = results[0][1].measures_next
         for worker, stats in results:
             for span in stats.spans:
@@ -351,7 +347,6 @@ class TrainerGroup:
         *,
         most: int = MAX_GROUPS_PER_CALL,
     ) -> None:
-        """Starts tasks that call `method` on each replica for the groups of which it has parts, `most` per call."""
         for index, replica in enumerate(self._replicas):
             share = [group for group in groups if replica.owns(group)]
             for start in range(0, len(share), most):
@@ -360,7 +355,6 @@ class TrainerGroup:
                 tasks.create_task(self._call(ctx, index, sums, share[start : start + most], method))
 
     async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[TrainingGroup], method: str) -> None:
-        """Makes one call of a replica after its earlier calls, and records what is in its sums then."""
         replica = self._replicas[index]
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"

@@ -65,7 +65,6 @@ def hand_over(ctx: Context, algorithm: Algorithm, step: int, groups: Sequence[in
 
 
 def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages: tuple[float, ...]) -> GroupMeta:
-    """Returns the description of one group for the trainer ranks, without owners."""
     first, config = tickets[0], ctx.config
     parts = cut(algorithm.select(np.asarray(advantages)), config.trainer.micro_batch_size)
     return GroupMeta(

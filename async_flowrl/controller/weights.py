@@ -225,7 +225,6 @@ class PublishedWeights:
         return counts | {"trainer_stall_seconds": self.stall_seconds, "transport": self.transport}
 
     async def _start(self) -> None:
-        """Makes the canary, the sender and the deliveries of the policy and of its EMA."""
         config = self.config
         await self.proof.begin()
         broadcast = None
@@ -251,7 +250,6 @@ class PublishedWeights:
         self._started.set()
 
     async def _admit(self, worker: Worker) -> None:
-        """Checks a worker and adds it to the deliveries; kills one that dies or hangs, so that the pool replaces it."""
         try:
             await self.proof.of(worker)
         except SenderLost:

@@ -255,7 +255,6 @@ def _copied(path: Path) -> tuple[Any, list[str]]:
 
 
 def _batches(path: Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
-    """Yields the record batches of a parquet file; raises PromptError, also in the middle, if it cannot be read."""
     import pyarrow
 
     try:

@@ -140,7 +140,6 @@ def _named(key: str, value: "torch.Tensor") -> Iterator[tuple[str, "torch.Tensor
 
 
 def _in_block(key: str, value: "torch.Tensor") -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Yields the weights of a transformer block; one matrix of queries, keys and values is split into three."""
     for start, tower in TOWERS.items():
         if key.startswith(start):
             number, _, name = key.removeprefix(start).partition(".")

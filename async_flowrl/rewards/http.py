@@ -113,6 +113,5 @@ def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes,
 
 
 def _endpoints(option: str | Sequence[str] | None) -> list[str]:
-    """Returns each URL with its path, or with the contract's path if it has none. Raises ValueError for a wrong one."""
     urls = checked_urls("the http reward's url", option, "http://127.0.0.1:8000", "token_env")
     return [url if urlsplit(url).path.strip("/") else url + contract.PATH for url in urls]

@@ -115,7 +115,6 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Converts numpy values, which metadata from parquet files may contain, to Python values."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")

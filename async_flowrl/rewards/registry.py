@@ -217,6 +217,5 @@ def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
 
 @_renaming()
 def _held_out(terms: Mapping[str, RewardTerm]) -> tuple[Term, ...]:
-    """Builds the terms. Raises ValueError, one sentence, if one cannot be built."""
     built = (_build(key, term) for key, term in terms.items())
     return tuple(replace(term, held_out=True) for term in built)

@@ -209,7 +209,6 @@ class ServerWorker:
             time.sleep(POLL_SECONDS)
 
     def _token_file(self) -> str:
-        """Writes the token to a file beside the log that only this user can read; returns its path."""
         path = self._log.with_suffix(".token")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
@@ -258,7 +257,6 @@ def _bound(host: str, port: int) -> int:
 
 
 def _healthy(url: str, *, seconds: float = HEALTH_SECONDS) -> bool:
-    """Returns True if the URL answers 200 within `seconds`; the body is not read."""
     import httpx
 
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -299,7 +299,6 @@ class VLMJudge:
         return verdicts
 
     def _keep(self, key: bytes, answer: Answer) -> None:
-        """Stores a reply. If the folder cannot be written, it warns and stores no more replies in this worker."""
         if self._cache is None:
             return
         try:
@@ -373,7 +372,6 @@ def png_url(image: ByteArray) -> str:
 
 
 def _urls(option: str | Sequence[str] | None) -> list[str]:
-    """Returns the URLs of chat completions below `base_url`, empty for None. Raises ValueError for a wrong URL."""
     what = "the vlm_judge reward's base_url"
     urls = checked_urls(what, option, "http://127.0.0.1:8000/v1", "api_key_env")
     for url in urls:
@@ -383,7 +381,6 @@ def _urls(option: str | Sequence[str] | None) -> list[str]:
 
 
 def _check_mode(mode: str, images: str, after: str | None) -> None:
-    """Raises ValueError for an unknown `mode` or `images`, and for combinations that do not work."""
     for key, value, allowed in (("mode", mode, tuple(TEMPLATES)), ("images", images, (ONE_BY_ONE, GROUP))):
         if value not in allowed:
             raise ValueError(unknown_name(f"the vlm_judge reward's {key}", str(value), allowed))
@@ -413,7 +410,6 @@ def _rising(option: Sequence[float]) -> tuple[float, float]:
 
 
 def _answers(option: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns `answers` as text → finite number. Raises ValueError, also for two that begin alike."""
     what = "the vlm_judge reward's answers"
     for name in option:
         if isinstance(name, bool):
@@ -458,7 +454,6 @@ def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group
 
 
 def _score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> float:
-    """Returns the number after the last `marker`. Raises JudgeError without one, or if the text was cut off."""
     _, marked, rest = answer.text.rpartition(marker)
     number = _NUMBER.match(rest)
     if answer.cut or not marked or number is None:
@@ -468,7 +463,6 @@ def _score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> fl
 
 
 def _refuse(constant: str) -> None:
-    """Rejects NaN and infinity, which Python's parser accepts although JSON does not have them."""
     raise ValueError(constant)
 
 

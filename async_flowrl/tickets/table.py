@@ -267,7 +267,6 @@ class TicketTable:
         return tickets
 
     def _check_handed(self, ticket: Ticket) -> None:
-        """Raises Refused if a ticket that goes to the trainer now is not READY, is too old, or has other weights."""
         age, most = self.step - ticket.version, self.shape.max_staleness
         if ticket.state is not State.READY:
             raise Refused(f"{describe(ticket)} is not ready")
