@@ -25,6 +25,7 @@ from async_flowrl.config.messages import in_one_line
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.resolution import in_pixels, resolution_option
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
+from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_stamp
@@ -136,8 +137,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         job = job_of(settings_of(options), options.prompt, "cuda" if torch.cuda.is_available() else "cpu")
     except (ValueError, OSError, ImportError) as error:
-        logger.error("async_flowrl: %s", error)
-        return exit_codes.CONFIG
+        return refuse(error)
     family = job.model.family
     sys.stdout.write(f"{family} against diffusers' {job.pipeline_name}: {job.how}\n")
     rows = compare(job)

@@ -15,6 +15,7 @@ from async_flowrl.cli.before_after import evaluate, table, write
 from async_flowrl.cli.evaluation_job import job_of
 from async_flowrl.config import exit_codes
 from async_flowrl.controller.reward_servers import ServerLost
+from async_flowrl.observability.terminal import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for written in write(comparison, options.out.expanduser()) if options.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
-        logger.error("async_flowrl: %s", error)
-        return exit_codes.CONFIG
+        return refuse(error)
     except ServerLost as error:
-        logger.error("async_flowrl: %s", error)
-        return exit_codes.ERROR
+        return refuse(error, exit_codes.ERROR)
     return exit_codes.INCOMPLETE if comparison.missing else exit_codes.OK
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_flowrl.config import exit_codes
+from async_flowrl.observability.terminal import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written, refused = [], [str(error)]
     for path in written:
         logger.info("wrote %s", path)
-    for sentence in refused:
-        logger.error("async_flowrl: %s", sentence)
-    return exit_codes.CONFIG if refused else exit_codes.OK
+    return max((refuse(sentence) for sentence in refused), default=exit_codes.OK)
 
 
 def parser() -> argparse.ArgumentParser:

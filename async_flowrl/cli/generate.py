@@ -24,6 +24,7 @@ from async_flowrl.config.resolution import configured, height_width, resolution_
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import grid
+from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.base import PolicyFamily
 from async_flowrl.policies.pipeline_family import PipelineFamily
@@ -210,8 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings(model, replace(settings.sampling, **changes))
         sheet = generate(settings, trained, options.prompt, seed=options.seed, images=options.images)
     except ValueError as error:
-        logger.error("async_flowrl: %s", error)
-        return 2
+        return refuse(error)
     out = options.out.expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(out)

@@ -17,7 +17,7 @@ from typing import Any
 
 from async_flowrl.config.check import sharing_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.placement import placement_of, recorded_placement
+from async_flowrl.config.placement import recorded_placement
 from async_flowrl.config.pools import reward_pools, workers_key
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.observability.events import Event, effective, read_events
@@ -56,9 +56,9 @@ class Split:
     overlapped: float
     sync: float
 
-    @property
-    def together(self) -> bool:
-        return recorded_placement(self.placement).together
+    def compute(self, took: Measured) -> float:
+        """Seconds per step of generation and training alone, side by side or, on shared devices, in turns."""
+        return recorded_placement(self.placement).step_seconds(took.generation / self.rollout, took.update / self.trainer)
 
 
 def measured(run: Path) -> tuple[Config, Measured]:
@@ -118,29 +118,23 @@ def delivery_times(history: Iterable[Event]) -> list[float]:
     ]
 
 
-def split_of(took: Measured, rollout: int, trainer: int) -> Split:
+def split_of(took: Measured, rollout: int, trainer: int, placement: str = "separate") -> Split:
     generation, update = took.generation / rollout, took.update / trainer
-    overlapped, sync = max(generation, update, took.reward), generation + update + took.delivery
-    return Split("separate", rollout, trainer, overlapped, sync)
-
-
-def shared_on(took: Measured, devices: int) -> Split:
-    both = (took.generation + took.update) / devices
-    return Split(SHARED, devices, devices, max(both, took.reward), both + took.reward)
+    overlapped = max(recorded_placement(placement).step_seconds(generation, update), took.reward)
+    sync = generation + update + (took.reward if recorded_placement(placement).together else took.delivery)
+    return Split(placement, rollout, trainer, overlapped, sync)
 
 
 def splits(took: Measured, config: Config, devices: int, fixed: tuple[int, int] | None) -> list[Split]:
     pairs = [fixed] if fixed else [(n, devices - n) for n in range(1, devices)]
     candidates = [split_of(took, *sizes) for sizes in pairs]
     if fixed is None and not config.runtime.in_threads and sharing_refusal(config, devices) is None:
-        candidates.append(shared_on(took, devices))
+        candidates.append(split_of(took, devices, devices, SHARED))
     return candidates
 
 
 def present(config: Config, took: Measured) -> Split:
-    if placement_of(config).together:
-        return shared_on(took, config.trainer.num_workers)
-    return split_of(took, config.rollout.num_workers, config.trainer.num_workers)
+    return split_of(took, config.rollout.num_workers, config.trainer.num_workers, config.placement)
 
 
 def bound_of(config: Config, split: Split) -> float:
@@ -151,7 +145,7 @@ def limit_of(took: Measured, split: Split) -> str:
     """Returns the pool that limits an overlapped step: rollout, trainer, devices (of one shared pool) or rewards."""
     if took.reward >= split.overlapped:
         return REWARDS_LIMIT
-    if split.together:
+    if recorded_placement(split.placement).together:
         return "devices"
     return "rollout" if took.generation / split.rollout >= took.update / split.trainer else "trainer"
 
@@ -166,23 +160,15 @@ def advice(config: Config, took: Measured, candidates: Sequence[Split]) -> list[
     if limit == REWARDS_LIMIT:
         slowest = max(took.rewards, key=lambda pool: took.rewards[pool])
         workers = next(pool.workers for pool in reward_pools(config.reward) if pool.name == slowest)
-        needed = math.ceil(took.rewards[slowest] * workers / without_rewards(took, now) - ROUNDING)
+        needed = math.ceil(took.rewards[slowest] * workers / now.compute(took) - ROUNDING)
         return [*sentences, f"{workers_key(slowest)}={needed} in place of {workers} would be enough."]
     if bound == now.sync and now.overlapped < GAIN * now.sync:
         sentences.append(f"one_step_off would take {now.overlapped:.3g} s with the same devices.")
     best = min(candidates, key=lambda split: split.overlapped, default=now)
     if best.overlapped < GAIN * now.overlapped:
-        two = f"{best.rollout} rollout and {best.trainer} trainer devices"
-        one = f"placement={SHARED} on {best.trainer} devices"
-        where = one if best.together else two
-        sentences.append(f"Overlapped, a step of {where} would take {best.overlapped:.3g} s.")
+        devices = f"{best.rollout} rollout and {best.trainer} trainer devices"
+        sentences.append(f"Overlapped, placement={best.placement} on {devices} would take {best.overlapped:.3g} s.")
     return sentences
-
-
-def without_rewards(took: Measured, split: Split) -> float:
-    if split.together:
-        return (took.generation + took.update) / split.trainer
-    return max(took.generation / split.rollout, took.update / split.trainer)
 
 
 def main(arguments: Sequence[str]) -> None:

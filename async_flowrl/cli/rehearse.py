@@ -72,17 +72,16 @@ class Rehearsal:
         return max(0.0, *(phase.peak - self.roofline.card.memory for phase in self.peaks().values()))
 
     @property
-    def shared(self) -> bool:
-        return placement_of(self.config).together
-
-    @property
-    def devices(self) -> int:
-        config = self.config
-        return placement_of(config).devices(config.trainer.num_workers, config.rollout.num_workers)
+    def step(self) -> float:
+        """Seconds of generation and training per step, side by side if a step may be ahead of the other."""
+        generation, update = self.estimate.generation, self.estimate.update
+        side_by_side = self.config.max_staleness > 0
+        return placement_of(self.config).step_seconds(generation, update) if side_by_side else generation + update
 
     def peaks(self) -> dict[str, Phase]:
         rank, rollout = peak(self.rank.phases.values()), peak(self.rollout.phases.values())
-        return {BOTH: self.in_one()} if self.shared else {"trainer rank": rank, "rollout worker": rollout}
+        together = placement_of(self.config).together
+        return {BOTH: self.in_one()} if together else {"trainer rank": rank, "rollout worker": rollout}
 
     def in_one(self) -> Phase:
         """Returns the phase that needs the most memory in a process that samples and trains."""
@@ -232,16 +231,8 @@ def sentences(done: Rehearsal) -> list[str]:
         f"estimated per training step: {times.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
         f"workers, {times.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
         f"micro-batches, {done.rank.frozen_passes} passes without gradient, {times.update_sent / 1e9:.3g} GB sent per "
-        f"rank); {together(done)}",
+        f"rank); at least {done.step:.4g} s together",
     ]
-
-
-def together(done: Rehearsal) -> str:
-    """Returns what a training step takes, from the seconds of generation and training, as the end of a sentence."""
-    generation, update = done.estimate.generation, done.estimate.update
-    if done.shared:
-        return f"each of {done.devices} processes does both, one after the other: {generation + update:.4g} s"
-    return f"{'training' if update > generation else 'generation'} is the longer one"
 
 
 def as_json(done: Rehearsal) -> dict[str, Any]:
@@ -285,8 +276,6 @@ def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
 
 def _row(done: Rehearsal) -> tuple[str, ...]:
     estimated, config, missing = done.estimate, done.config, done.lacking
-    one_after_the_other = config.max_staleness == 0 or done.shared
-    step = (sum if one_after_the_other else max)((estimated.generation, estimated.update))
     return (
         done.roofline.card.name,
         f"no, {missing / GIB:.1f} GiB are missing" if missing else "yes",
@@ -294,7 +283,7 @@ def _row(done: Rehearsal) -> tuple[str, ...]:
         f"{estimated.micro_batch:.3g}",
         f"{estimated.generation:.3g}",
         f"{estimated.update:.3g}",
-        f"{config.prompts_per_step * config.group_size / step:.3g}",
+        f"{config.prompts_per_step * config.group_size / done.step:.3g}",
         "training" if estimated.update > estimated.generation else "generation",
     )
 

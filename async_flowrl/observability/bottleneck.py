@@ -123,11 +123,9 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
     if busy < MIN_OCCUPIED * whole or busy <= others or waited < MIN_WAITED * whole:
         return None
     settings = " ".join(f"{workers_key(pool)}={count}" for pool, count in enough(rewards, others).items())
-    count = len(rewards[slowest])
-    workers_were = "the worker of the pool {} was" if count == 1 else f"the {count} workers of the pool {{}} were"
     return (
-        f"Reward-bound: {workers_were.format(slowest)} busy {busy / whole:.0%} of the time, and the trainer waited for "
-        f"images {waited / whole:.0%} of it; {settings} would be enough."
+        f"Reward-bound: workers of the pool {slowest} were busy {busy / whole:.0%} of the time, and the trainer waited "
+        f"for images {waited / whole:.0%} of it; {settings} would be enough."
     )
 
 

@@ -13,7 +13,6 @@ from async_flowrl.cli.plan_from_run import (
     limit_of,
     measured,
     present,
-    shared_on,
     split_of,
     splits,
 )
@@ -59,7 +58,7 @@ TOOK = Measured(30.0, 10.0, {"reward": 1.0}, delivery=0.5, step=31.0, busy={})
 
 
 def test_the_formulas() -> None:
-    two, one = split_of(TOOK, 6, 2), shared_on(TOOK, 8)
+    two, one = split_of(TOOK, 6, 2), split_of(TOOK, 8, 8, "shared")
     assert (two.overlapped, two.sync) == (5.0, 10.5)
     assert (one.overlapped, one.sync) == (5.0, 6.0)
     assert split_of(TOOK, 60, 20).overlapped == 1.0, "rewards are a third pool"
