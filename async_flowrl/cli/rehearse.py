@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from async_flowrl.cli.cards import CARDS, Card, Roofline, cards_of
+from async_flowrl.cli.cards import CARDS, Card, cards_of
 from async_flowrl.cli.plan_memory import configured
 from async_flowrl.config.messages import quieter
 from async_flowrl.config.placement import placement_of
@@ -33,7 +33,7 @@ from separation.text_table import format_table
 BOTH = "process that samples and trains"
 TRAINING, SAMPLING = "update", "sample"  # The phases of either side at whose entry everything is there that lasts.
 OF_PHASES = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estimated s", "collectives")
-OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "training s/step", "images/s", "longer")
+OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "training s/step", "images/s")
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Result of a rehearsal: both kinds of process, to be estimated for the card of `roofline`."""
+    """Result of a rehearsal: both kinds of process, to be estimated for `card`."""
 
     config: Config
-    roofline: Roofline
+    card: Card
     rank: RankRehearsal
     rollout: RolloutRehearsal
 
     @cached_property
     def estimate(self) -> Estimate:
-        return estimate(self.config, self.rank, self.rollout, self.roofline)
+        return estimate(self.config, self.rank, self.rollout, self.card)
 
     @property
     def lacking(self) -> float:
         """Most bytes by which a process exceeds the card's memory; 0 if all fit."""
-        return max(0.0, *(phase.peak - self.roofline.card.memory for phase in self.peaks().values()))
+        return max(0.0, *(phase.peak - self.card.memory for phase in self.peaks().values()))
 
     @property
     def step(self) -> float:
@@ -95,10 +95,6 @@ class Rehearsal:
             highest.append(replace(phase, peak=phase.peak + lasting.resident - self.rank.frozen_bytes))
         return peak(highest)
 
-    def on(self, card: Card) -> "Rehearsal":
-        """Returns the rehearsal to be estimated for another card; the counts are the same on every card."""
-        return replace(self, roofline=Roofline(card, self.roofline.assumptions))
-
 
 def rehearse(config: Config, card: Card) -> Rehearsal:
     """Runs a trainer rank and a rollout worker on fake tensors. Raises ValueError if that is not possible."""
@@ -111,50 +107,45 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
     if config.lora.path is not None:
         raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
     config = resolved(config, on_devices(config, int(card.memory))).applied(config)
-    model, roofline = FakeModel.of(config), Roofline(card)
-    return Rehearsal(config, roofline, whole_rank(config, model), whole_rollout(config, model))
+    model = FakeModel.of(config)
+    return Rehearsal(config, card, whole_rank(config, model), whole_rollout(config, model))
 
 
-def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, roofline: Roofline) -> Estimate:
-    """Estimates durations on the card of `roofline`, of the largest images with the longest prompt, as rehearsed."""
-    tickets = config.prompts_per_step * config.group_size // config.images_per_ticket
+def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, card: Card) -> Estimate:
+    """Estimates durations on a card, of the largest images with the longest prompt, as rehearsed."""
+    denoise, sample, decode = (rollout.phases[name] for name in ("denoise", "sample", "decode"))
     repeats = rollout.passes / rollout.run
-    batch = sum(
-        seconds(phase, roofline) * (repeats if name in ("denoise", "sample") else 1.0)
-        for name, phase in rollout.phases.items()
-        if name in ("denoise", "sample", "decode")
-    )
-    ticket = batch / rollout.tickets
-    flops = (rollout.phases["denoise"].flops * repeats + rollout.phases["decode"].flops) / rollout.tickets
-    forward, backward = (_once(roofline, rank.phases[name]) for name in ("forward", "backward"))
-    optimizer = _once(roofline, rank.phases["optimizer"])
-    per_pass = rank.phases["forward"].flops / rank.phases["forward"].entered
-    per_update = per_pass + rank.phases["backward"].flops / rank.phases["backward"].entered
-    passes, micro_batches = rank.frozen_passes, rank.micro_batches
-    activation = roofline.activation(rollout.version_bytes, from_host=config.versions_on_host)
-    sent = {name: phase.sent / phase.entered for name, phase in rank.phases.items()}
+    ticket = repeats * (seconds(denoise, card) + seconds(sample, card)) + seconds(decode, card)
+    tickets = config.prompts_per_step * config.group_size // config.images_per_ticket / rollout.tickets
+    activation = card.activation(rollout.version_bytes, from_host=config.versions_on_host)
+    # Phase of a rank → how often it runs per training step.
+    passes = {
+        "forward": rank.micro_batches + rank.frozen_passes,
+        "backward": rank.micro_batches,
+        "optimizer": rank.optimizer_steps,
+    }
+    phases = {name: rank.phases[name] for name in passes}
+    once = {name: _once(phase, card) for name, phase in phases.items()}
     return Estimate(
-        ticket=ticket,
+        ticket=ticket / rollout.tickets,
         generation=ticket * tickets / config.rollout.num_workers + activation,
-        micro_batch=forward + backward,
-        update=micro_batches * (forward + backward) + passes * forward + rank.optimizer_steps * optimizer,
-        delivery=roofline.delivery(rank.version_bytes, rank.share_bytes),
+        micro_batch=once["forward"] + once["backward"],
+        update=sum(passes[name] * once[name] for name in passes),
+        delivery=card.delivery(rank.version_bytes),
         activation=activation,
-        ticket_flops=flops,
-        update_flops=micro_batches * per_update + passes * per_pass,
-        update_sent=(micro_batches + passes) * sent["forward"]
-        + micro_batches * sent["backward"]
-        + rank.optimizer_steps * sent["optimizer"],
+        ticket_flops=(denoise.flops * repeats + decode.flops) / rollout.tickets,
+        update_flops=sum(passes[name] * phase.flops / phase.entered for name, phase in phases.items()),
+        update_sent=sum(passes[name] * phase.sent / phase.entered for name, phase in phases.items()),
     )
 
 
-def seconds(phase: Phase, roofline: Roofline) -> float:
-    """Returns the estimated seconds of all kernels of a phase on the roofline's card, without collectives."""
-    return sum(roofline.kernel(*kernel) * times for kernel, times in phase.kernels.items())
+def seconds(phase: Phase, card: Card) -> float:
+    """Returns the estimated seconds of all kernels of a phase on a card, without collectives."""
+    return sum(card.kernel(*kernel) * times for kernel, times in phase.kernels.items())
 
 
-def _once(roofline: Roofline, phase: Phase) -> float:
-    return (seconds(phase, roofline) + roofline.collective(phase.sent)) / phase.entered
+def _once(phase: Phase, card: Card) -> float:
+    return (seconds(phase, card) + card.collective(phase.sent)) / phase.entered
 
 
 def peak(phases: Iterable[Phase]) -> Phase:
@@ -163,35 +154,39 @@ def peak(phases: Iterable[Phase]) -> Phase:
 
 def describe(done: Rehearsal) -> str:
     """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
-    config, rank, rollout, card = done.config, done.rank, done.rollout, done.roofline.card
-    shared = f", {rank.share_bytes / 1e6:.0f} MB of it on each rank" * (rank.share_bytes < rank.version_bytes)
+    config, rank, rollout, card, times = done.config, done.rank, done.rollout, done.card, done.estimate
     lines = [
-        f"{config.model.path}: {rank.sizes.base_parameters / 1e9:.2f} B parameters, "
-        f"{config.trained_in_words}: {rank.sizes.adapter_parameters / 1e6:.1f} M, "
-        f"{rank.version_bytes / 1e6:.0f} MB per version{shared}; shapes only, nothing was computed",
+        f"{config.model.path}: {rank.sizes.base_parameters / 1e9:.2f} B parameters, {config.trained_in_words}: "
+        f"{rank.sizes.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version",
         "",
-        f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows",
-        table(rank.phases, done.roofline),
+        f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows, {rank.host_bytes / GIB:.1f} GiB pinned",
+        table(rank.phases, card),
+        "",
+        f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes, batches of "
+        f"{rollout.tickets} tickets",
+        table(rollout.phases, card),
+        "",
         *(
-            [f"{rank.host_bytes / GIB:.1f} GiB of pinned host memory hold its share of the base"]
-            * bool(rank.host_bytes)
+            f"a {title} holds {phase.peak / GIB:.3g} GiB at most ({phase.name}), {phase.peak / card.memory:.0%} of "
+            f"{card.name}'s {card.memory / GIB:.1f} GiB, fragments and CUDA's own memory aside"
+            for title, phase in done.peaks().items()
         ),
         "",
-        f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes of a "
-        + ("ticket" if rollout.tickets == 1 else f"batch of {rollout.tickets} tickets"),
-        table(rollout.phases, done.roofline),
-        "",
-        *fits(done),
-        "",
-        *sentences(done),
+        f"estimated: a ticket of {config.images_per_ticket} images {times.ticket:.3g} s "
+        f"({times.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {times.micro_batch:.3g} s, a delivery "
+        f"{times.delivery:.3g} s, its activation {times.activation:.3g} s",
+        f"estimated per training step: {times.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
+        f"workers, {times.update:.4g} s of training on {config.trainer.num_workers} ranks ({rank.micro_batches} "
+        f"micro-batches, {rank.frozen_passes} passes without gradient, {times.update_sent / 1e9:.3g} GB sent per "
+        f"rank); at least {done.step:.4g} s together",
         "",
         f"Estimated for {card.name} by arithmetic; it takes for granted:",
-        *(f"- {sentence}" for sentence in done.roofline.assumptions.sentences(card)),
+        *(f"- {sentence}" for sentence in card.assumptions),
     ]
     return "\n".join(lines) + "\n"
 
 
-def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
+def table(phases: Mapping[str, Phase], card: Card) -> str:
     rows = [
         (
             phase.name,
@@ -200,7 +195,7 @@ def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
             str(phase.entered),
             str(phase.kernels.total()),
             f"{phase.flops / 1e12:.3g}",
-            f"{seconds(phase, roofline):.3g}",
+            f"{seconds(phase, card):.3g}",
             ", ".join(f"{name.strip('_')} {size / 1e9:.3g} GB" for name, size in sorted(phase.collectives.items())),
         )
         for phase in phases.values()
@@ -208,83 +203,48 @@ def table(phases: Mapping[str, Phase], roofline: Roofline) -> str:
     return format_table(OF_PHASES, rows)
 
 
-def fits(done: Rehearsal) -> list[str]:
-    """Returns a sentence per process on whether its peak fits the card, without fragmentation and CUDA's own memory."""
-    card = done.roofline.card
-    sentences = []
-    for title, phase in done.peaks().items():
-        share = phase.peak / card.memory
-        verdict = "does not fit" if share > 1 else "is tight on" if share > 0.9 else "fits"
-        sentences.append(
-            f"a {title} holds {phase.peak / GIB:.3g} GiB at most ({phase.name}): {verdict} {card.name}'s "
-            f"{card.memory / GIB:.1f} GiB ({share:.0%}), fragments and CUDA's own memory aside"
-        )
-    return sentences
-
-
-def sentences(done: Rehearsal) -> list[str]:
-    config, times = done.config, done.estimate
-    return [
-        f"estimated: a ticket of {config.images_per_ticket} images {times.ticket:.3g} s "
-        f"({times.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {times.micro_batch:.3g} s, a delivery of "
-        f"{done.rank.version_bytes / 1e6:.0f} MB {times.delivery:.3g} s, its activation {times.activation:.3g} s",
-        f"estimated per training step: {times.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
-        f"workers, {times.update:.4g} s of training on {config.trainer.num_workers} ranks ({done.rank.micro_batches} "
-        f"micro-batches, {done.rank.frozen_passes} passes without gradient, {times.update_sent / 1e9:.3g} GB sent per "
-        f"rank); at least {done.step:.4g} s together",
-    ]
-
-
-def as_json(done: Rehearsal) -> dict[str, Any]:
+def as_json(done: Rehearsal, cards: Sequence[Card]) -> dict[str, Any]:
     """Returns the rehearsal as a dictionary for JSON: sizes in bytes, times in seconds."""
-    rank, rollout, card = done.rank, done.rollout, done.roofline.card
+    on_cards = [replace(done, card=card) for card in cards]
     return {
-        **{
-            side: {**asdict(of), "phases": {name: _phase(phase, done.roofline) for name, phase in of.phases.items()}}
-            for side, of in (("trainer_rank", rank), ("rollout_worker", rollout))
-        },
+        "trainer_rank": {**asdict(done.rank), "phases": _phases(done.rank.phases, done.card)},
+        "rollout_worker": {**asdict(done.rollout), "phases": _phases(done.rollout.phases, done.card)},
         "peak": {title.replace(" ", "_"): phase.peak for title, phase in done.peaks().items()},
         "fits": not done.lacking,
         "estimate": asdict(done.estimate),
-        "card": asdict(card),
-        "assumptions": done.roofline.assumptions.sentences(card),
+        "card": asdict(done.card),
+        "assumptions": done.card.assumptions,
+        "by_card": [
+            {"card": asdict(of.card), "fits": not of.lacking, "estimate": asdict(of.estimate)} for of in on_cards
+        ],
     }
 
 
-def _phase(phase: Phase, roofline: Roofline) -> dict[str, Any]:
-    arithmetic = sum(
-        roofline.kernel(*kernel) * times for kernel, times in phase.kernels.items() if roofline.is_arithmetic(*kernel)
-    )
-    whole = seconds(phase, roofline)
+def _phases(phases: Mapping[str, Phase], card: Card) -> dict[str, Any]:
     return {
-        **asdict(replace(phase, kernels=Counter())),
-        "kernels": phase.kernels.total(),
-        "flops": phase.flops,
-        "collectives": dict(phase.collectives),
-        "seconds": whole,
-        "arithmetic": arithmetic,
-        "traffic": whole - arithmetic,
+        name: {
+            **asdict(replace(phase, kernels=Counter())),
+            "kernels": phase.kernels.total(),
+            "flops": phase.flops,
+            "seconds": seconds(phase, card),
+        }
+        for name, phase in phases.items()
     }
 
 
 def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
-    """Returns a table with a row per card; a step takes the longer of generation and training, or both."""
-    rows = [_row(done.on(card)) for card in cards]
-    layout = f"the same processes on each card; the base is held as on {done.roofline.card.name} ({done.rank.layout})"
-    return f"By card, estimated by arithmetic ({layout}):\n{format_table(OF_CARDS, rows)}\n"
+    """Returns a table with a row per card; the processes, which hold the base as on the first one, stay the same."""
+    rows = [_row(replace(done, card=card)) for card in cards]
+    return f"By card, estimated by arithmetic ({done.rank.layout}):\n{format_table(OF_CARDS, rows)}\n"
 
 
 def _row(done: Rehearsal) -> tuple[str, ...]:
-    estimated, config, missing = done.estimate, done.config, done.lacking
+    times, config = done.estimate, done.config
     return (
-        done.roofline.card.name,
-        f"no, {missing / GIB:.1f} GiB are missing" if missing else "yes",
-        f"{estimated.ticket:.3g}",
-        f"{estimated.micro_batch:.3g}",
-        f"{estimated.generation:.3g}",
-        f"{estimated.update:.3g}",
+        done.card.name,
+        f"no, {done.lacking / GIB:.1f} GiB are missing" if done.lacking else "yes",
+        *(f"{value:.3g}" for value in (times.ticket, times.micro_batch, times.generation, times.update)),
         f"{config.prompts_per_step * config.group_size / done.step:.3g}",
-        "training" if estimated.update > estimated.generation else "generation",
     )
 
 
@@ -306,11 +266,6 @@ def main(arguments: Sequence[str]) -> None:
     with quieter("async_flowrl", logging.ERROR):
         done = rehearse(config, cards[0])
     if options.json:
-        on_cards = [done.on(card) for card in cards]
-        priced = [
-            {"card": asdict(of.roofline.card), "fits": not of.lacking, "estimate": asdict(of.estimate)}
-            for of in on_cards
-        ]
-        sys.stdout.write(json.dumps({**as_json(done), "by_card": priced}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_json(done, cards), indent=2) + "\n")
     else:
         sys.stdout.write(describe(done) + (f"\n{by_card(done, cards)}" if len(cards) > 1 else ""))

@@ -46,7 +46,7 @@ def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
     done = rehearse(config, CARDS["H100"])
     assert done.rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
     assert done.rank.phases["load"].peak > RECIPES[experiment] * 2**30
-    assert all(phase.peak < done.roofline.card.memory for phase in done.peaks().values())
+    assert all(phase.peak < done.card.memory for phase in done.peaks().values())
     gradients = done.rank.phases["optimizer"].collectives["allreduce_"]
     assert gradients == pytest.approx(8 * done.rank.sizes.adapter_parameters, rel=1e-3)
     assert done.rank.version_bytes == done.rollout.version_bytes == pytest.approx(gradients / 4, rel=1e-3)
@@ -63,7 +63,7 @@ def test_the_recipes_of_whole_models_are_rehearsed_at_full_size(experiment: str,
     assert rank.sizes.adapter_parameters == rank.sizes.base_parameters, "all of it is trained"
     assert rank.version_bytes == done.rollout.version_bytes == pytest.approx(2 * rank.sizes.base_parameters, rel=1e-3)
     assert rank.share_bytes == pytest.approx(rank.version_bytes / shared_by, rel=1e-3)
-    assert all(phase.peak < done.roofline.card.memory for phase in done.peaks().values())
+    assert all(phase.peak < done.card.memory for phase in done.peaks().values())
     assert 0 < done.estimate.ticket < done.estimate.generation
     agrees_with_the_plan(done)
 
