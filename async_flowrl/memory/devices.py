@@ -44,7 +44,7 @@ def processes(config: Config, pools: Collection[str] | None = None, *, lasting: 
     def includes(*of: str) -> bool:
         return pools is None or any(pool in pools for pool in of)
 
-    if placement_of(config).together:
+    if len(placement_of(config).pools) == 1:
         if includes(SHARED, TRAINER, ROLLOUT):
             both = in_one(rank(), worker(), full=tuning_of(config).whole)
             yield Process("process that samples and trains", (SHARED, TRAINER, ROLLOUT), both, shares[0])
@@ -79,13 +79,13 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
             device = device_of(held, memory)
             available = held.available(device)
             if held.footprint.resident > available:
-                warnings.append(refusal(held, config, device))
+                warnings.append(judged(held, config, device))
                 if not config.allow_oom:
                     raise ConfigError(f"{warnings[-1]}; allow_oom=true tries anyway")
                 continue
             whole = next(processes(config, held.pools))
             if whole.footprint.parts and whole.footprint.total > MEMORY_WARNING_SHARE * available:
-                warnings.append(tight(whole, available))
+                warnings.append(f"{judged(whole, config, device)}; it may run out of memory")
     except ConfigError:
         raise
     except Exception as error:
@@ -94,54 +94,46 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
     return warnings
 
 
-def seat_for(seat: Process, device: int) -> str:
-    """Returns a clause with the share of a device of `device` bytes that holds a reward worker, or what it needs."""
-    total = seat.footprint.total
-    if total > device:
-        return f"it needs a whole device of {math.ceil(total / GIB)} GiB, with {seat.key}=1"
-    return f"it would fit with {seat.key}={enough_gpus(total, device):g}"
+def judged(process: Process, config: Config, device: int) -> str:
+    """Returns a sentence: what a process needs of a device of `device` bytes, and what would help if that is too much.
+
+    It leaves activations out if what lasts is too much already.
+    """
+    held, available = process.footprint, process.available(device)
+    if held.resident > available:
+        names, needed, what = held.lasting, held.resident, "without activations"
+    else:
+        names, needed = set(held.parts), held.total
+        what = f"margin {MARGIN_SHARE:.0%}, runtime {RUNTIME_BYTES / GIB:.3g}"
+    sizes = [f"{name} {size / GIB:.3g}" for name, size in held.parts.items() if size and name in names]
+    parts = ", ".join([*sizes, what])
+    sentence = f"a {process.title} needs {needed / GIB:.3g} of its {available / GIB:.3g} GiB ({parts}){process.caveat}"
+    return sentence if needed <= available else f"{sentence}: {remedy(process, config, device)}"
 
 
-def enough_gpus(needed: int, device: int) -> float:
-    """Returns the share of a device of `device` bytes that holds `needed` bytes, in twentieths, at most 1."""
-    return min(1.0, math.ceil(20 * needed / device) / 20)
-
-
-def refusal(process: Process, config: Config, device: int) -> str:
-    """Returns the clause for a process whose lasting parts exceed its device: their sizes, and what would help."""
-    held, available = process.footprint, process.available(device) / GIB
-    holds = f"a {process.title} holds {held.resident / GIB:.3g} GiB of"
-    if process.key:
-        return f"{holds} reward models, its share of a device is {available:.3g} GiB: {seat_for(process, device)}"
-    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in held.parts.items() if size and name in held.lasting)
-    return (
-        f"{holds} weights, optimizer and versions alone ({parts}), its device has {available:.3g} GiB; "
-        f"{remedy(process, config, device, lasting=True)}"
-    )
-
-
-def remedy(process: Process, config: Config, device: int, *, lasting: bool = False) -> str:
+def remedy(process: Process, config: Config, device: int) -> str:
     """Returns a clause with a setting that makes a process fit its device, or else the one that saves most."""
-    # `lasting` leaves out activations, and settings that only they depend on. Otherwise settings that reduce what lasts
-    # are taken to leave activations as they are.
+    if process.key:
+        total = process.footprint.total
+        share = min(1.0, math.ceil(20 * total / device) / 20)
+        return f"it would fit with {process.key}={share:g} and a device of {math.ceil(max(total, device) / GIB)} GiB"
     available = process.available(device)
 
     def resident(changed: Config) -> int:
         return next(processes(changed, process.pools, lasting=True)).footprint.resident
 
-    def total(changed: Config) -> int:
+    def total_of(changed: Config) -> int:
         return next(processes(changed, process.pools)).footprint.total
 
-    remedies: list[tuple[str, int] | None] = []
-    if lasting:
-        remedies.append(best(lasting_changes(process, config), config, resident, available))
-    else:
-        remedies.append(best(passing_changes(process, config), config, total, available))
-        if remedies[0] is None or remedies[0][1] > available:
-            beside = total(config) - resident(config)
-            changes = lasting_changes(process, config)
-            remedies.append(best(changes, config, lambda changed: resident(changed) + beside, available))
-    named = min(filter(None, remedies), key=lambda remedy: remedy[1], default=None)
+    # If what lasts is too much, activations are left out, and settings that only they depend on. Otherwise settings
+    # that reduce what lasts are taken to leave activations as they are.
+    beside, named = 0, None
+    if process.footprint.resident <= available:
+        beside = total_of(config) - resident(config)
+        named = best(passing_changes(process, config), config, total_of, available)
+    if named is None or named[1] > available:
+        other = best(lasting_changes(process, config), config, lambda changed: resident(changed) + beside, available)
+        named = min(filter(None, (named, other)), key=lambda remedy: remedy[1], default=None)
     if named is None:
         return "no single setting would make it need less"
     words, size = named
@@ -188,17 +180,6 @@ def passing_changes(process: Process, config: Config) -> Iterator[Change]:
             yield {"rollout.batch_size": 1}
         if not rollout.vae_tiling:
             yield {"rollout.vae_tiling": True}
-
-
-def tight(process: Process, available: int) -> str:
-    """Returns the warning for a process that nearly fills, or exceeds, its `available` bytes."""
-    footprint, runtime = process.footprint, RUNTIME_BYTES / GIB
-    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in footprint.parts.items() if size)
-    return (
-        f"a {process.title} is planned to need {footprint.total / GIB:.3g} of its device's {available / GIB:.3g} GiB "
-        f"({footprint.total / available:.0%}: {parts}, margin {MARGIN_SHARE:.0%} and {runtime:.3g} of runtime): it may "
-        "run out of memory"
-    )
 
 
 MODELS = "reward models"
@@ -258,20 +239,25 @@ def describe_pools(config: Config, without: Collection[str] = ()) -> str:
     )
 
 
-def in_words(change: Change) -> str:
-    values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in change.items()}
-    return " ".join(f"{key}={value}" for key, value in values.items())
+def overrides_of(change: Change, config: Config) -> list[str]:
+    """Returns, as overrides of a command line, what a change sets otherwise than the configuration."""
+    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in change.items()}
+    return [f"{key}={words[key]}" for key in change if getattr(*_owner(config, key)) != change[key]]
 
 
 def applied(change: Change, config: Config) -> Config:
     changed = deepcopy(config)
     for key, value in change.items():
-        *path, name = key.split(".")
-        owner: Any = changed
-        for part in path:
-            owner = getattr(owner, part)
-        setattr(owner, name, value)
+        setattr(*_owner(changed, key), value)
     return changed
+
+
+def _owner(config: Config, key: str) -> tuple[Any, str]:
+    *path, name = key.split(".")
+    owner: Any = config
+    for part in path:
+        owner = owner[part] if isinstance(owner, dict) else getattr(owner, part)
+    return owner, name
 
 
 def fresh_images(config: Config) -> Change:
@@ -297,7 +283,7 @@ def best(
         except ValueError:
             continue
         if (size := needed(changed)) < least:
-            least, smallest = size, (in_words(change), size)
+            least, smallest = size, (" ".join(overrides_of(change, config)), size)
             if size <= available:
                 break
     return smallest

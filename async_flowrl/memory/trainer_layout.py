@@ -27,8 +27,7 @@ SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"  # The 
 @dataclass(frozen=True)
 class Chosen:
     layout: Layout
-    # One sentence that says what `auto` means in it and why; empty if no setting is `auto`.
-    reasons: tuple[str, ...] = ()
+    reason: str = ""  # Sentence that says what `auto` means in it and why; empty if no setting is `auto`.
 
     def applied(self, config: Config) -> Config:
         return replace(config, trainer=self.layout.applied(config.trainer))
@@ -70,18 +69,8 @@ def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
         if tried[-1][1] <= MEMORY_WARNING_SHARE * available:
             break
     layout, total = min(tried, key=lambda one: one[1])
-    return layout, _why(f"a {process.title}", tried, layout, total, available)
-
-
-def _why(title: str, tried: list[tuple[Layout, int]], layout: Layout, total: int, available: int) -> str:
-    needs = f"{title} is planned to need {total / GIB:.3g} of {available / GIB:.3g} GiB, activations included"
-    dearer = [one for one in tried if one[0] != layout]
-    if total > MEMORY_WARNING_SHARE * available:
-        return f"nothing fits; with this, {needs}"
-    if not dearer:
-        return f"the cheapest fits: {needs}"
-    before, size = dearer[-1]
-    return f"{needs}; {before.in_words()} would need {size / GIB:.3g} GiB"
+    needs = f"a {process.title} is planned to need {total / GIB:.3g} of {available / GIB:.3g} GiB, activations included"
+    return layout, needs if total <= MEMORY_WARNING_SHARE * available else f"nothing fits; with this, {needs}"
 
 
 def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
@@ -92,7 +81,7 @@ def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
 
 def _auto_settings(config: Config) -> list[str]:
     trainer = config.trainer
-    free = trainer.num_workers > 1 and not trainer.cpu_offload and not placement_of(config).together
+    free = trainer.num_workers > 1 and not trainer.cpu_offload and len(placement_of(config).pools) > 1
     settings = [SHARD] if trainer.shard == AUTO and free else []
     return settings + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
 
@@ -106,8 +95,8 @@ def candidates(config: Config) -> Iterator[Layout]:
 
 
 def _chosen(layout: Layout, settings: list[str], why: str) -> Chosen:
-    values = {SHARD: layout.in_shard(), CHECKPOINTING: layout.gradient_checkpointing}
-    return Chosen(layout, (f"{' and '.join(f'{key}=auto is {values[key]}' for key in settings)}: {why}",))
+    values = {SHARD: layout.shard, CHECKPOINTING: layout.gradient_checkpointing}
+    return Chosen(layout, f"{' and '.join(f'{key}=auto is {values[key]}' for key in settings)}: {why}")
 
 
 def _sharded_mode(config: Config) -> str:

@@ -207,10 +207,10 @@ async def lay_out(
         memory = await device_memory(config, groups)
     chosen = await asyncio.to_thread(resolved, prepared.at_largest, memory)
     trainers.layout = chosen.layout
-    for sentence in chosen.reasons:
-        logger.info("%s", sentence)
-    if chosen.reasons and config.console != "quiet":
-        say(named_lines([("layout", sentence) for sentence in chosen.reasons], 10))
+    if chosen.reason:
+        logger.info("%s", chosen.reason)
+        if config.console != "quiet":
+            say(named_lines([("layout", chosen.reason)], 10))
     settled = replace(config, trainer=chosen.layout.applied(config.trainer))
     return replace(prepared, config=settled), memory
 

@@ -30,12 +30,6 @@ class Layout:
         """Returns a copy of the settings with this layout."""
         return replace(trainer, **asdict(self))
 
-    def in_shard(self) -> str:
-        return {"hybrid": f"hybrid over {self.shard_size} ranks"}.get(self.shard, self.shard)
-
-    def in_words(self) -> str:
-        return f"shard={self.in_shard()} and gradient_checkpointing={self.gradient_checkpointing}"
-
 
 # Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights.
 GAP = "behaviour_gap"

@@ -11,7 +11,7 @@ from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory import devices
-from async_flowrl.memory.devices import gpus_by_pool
+from async_flowrl.memory.devices import applied, gpus_by_pool
 from async_flowrl.memory.footprints import Footprint
 from async_flowrl.memory.trainer_layout import Chosen
 from async_flowrl.training.messages import Layout
@@ -102,8 +102,8 @@ def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monke
             monkeypatch.setattr(module, side, lambda config, **_: Footprint({"base weights": 50 * GIB}))
     one = answer("sd35_ocr", Hardware.of("1x80"))
     assert one.fits and placement(one.words) == "shared"
-    tried = list(layouts(words_of("sd35_ocr"), plain("sd35_ocr"), 4, {}))
-    assert [placement(words) for words in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
-    assert pools(tried[-1]) == {"shared": 4}
+    tried = [applied(change, plain("sd35_ocr")) for change in layouts(plain("sd35_ocr"), 4)]
+    assert [config.placement for config in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
+    assert tried[-1].trainer.num_workers == tried[-1].rollout.num_workers == 4
     small = answer("sd35_ocr", Hardware.of("1x24"))
     assert not small.fits and small.lacking == "process that samples and trains"

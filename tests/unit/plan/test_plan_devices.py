@@ -31,10 +31,10 @@ def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit
     with pytest.raises(ConfigError) as refused:
         check_devices(config, {**enough, "trainer": short})
     said = str(refused.value)
-    assert "a trainer rank holds" in said and "base weights" in said and "optimizer" in said
+    assert "a trainer rank needs" in said and "base weights" in said and "optimizer" in said
     assert "it would fit with trainer.shard=full (" in said and "allow_oom=true tries anyway" in said
     assert said.count(" GiB)") == 1
-    with pytest.raises(ConfigError, match=r"a rollout worker holds .* rollout.text_encoder=offload"):
+    with pytest.raises(ConfigError, match=r"a rollout worker needs .* rollout.text_encoder=offload"):
         check_devices(config, {**enough, "rollout": worker - 1})
 
 
@@ -47,5 +47,5 @@ def test_what_a_refusal_names_does_fit() -> None:
 
 def test_fractions_have_their_share() -> None:
     halved = small("rollout.gpus_per_worker=0.5")
-    with pytest.raises(ConfigError, match="a rollout worker holds"):
+    with pytest.raises(ConfigError, match="a rollout worker needs"):
         check_devices(halved, {"rollout": round(lasting(halved)[1] * 1.5)})
