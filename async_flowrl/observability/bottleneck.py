@@ -17,7 +17,24 @@ MIN_LOST_SHARE = 0.1
 # A reward pool is the bottleneck only if its workers are occupied, and the trainer waits for images, for these shares.
 MIN_OCCUPIED = 0.85
 MIN_WAITED = 0.1
-SPLIT = "async-flowrl plan --from-run says which split of the devices would be faster"
+SPLIT = "async-flowrl plan --from-run says which split of the devices would be faster."
+LITTLE = "Too little was recorded to name a bottleneck."
+# Pool and the state in which it loses most of its time → the sentence, from the share of its time.
+LOST = {
+    (
+        "trainer",
+        "wait_data",
+    ): "Rollout-bound: the trainer waited for images {:.0%} of the time; more rollout workers or "
+    f"fewer denoising steps shorten the run, and {SPLIT}",
+    ("rollout", "idle"): "Training-bound: rollout workers had nothing to do {:.0%} of the time; more trainer ranks "
+    f"shorten the run, and {SPLIT}",
+    ("trainer", "sync"): "Publishing weights is the bottleneck: it held the trainer up {:.0%} of the time.",
+    (
+        "rollout",
+        "wait_weights",
+    ): "Delivering weights is the bottleneck: rollout workers waited for new weights {:.0%} of "
+    "the time; a faster transport or a larger max_staleness shortens the run.",
+}
 
 
 def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str | None) -> str:
@@ -29,73 +46,44 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
     window = step_window(history)
     if (sentence := reward_bound(workers, window)) is not None:
         return sentence
-    if together:
-        return of_shared(workers, history, window)
-    return bottleneck(step_pools(workers, window))
+    return of_shared(workers, history, window) if together else bottleneck(step_pools(workers, window))
 
 
 def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> str:
     """The sentence about processes that sample and train: what limits them, devices, rewards or the end of a step."""
     shares = device_time(workers, history, window)
     if shares is None:
-        return "Too little was recorded to name a bottleneck."
+        return LITTLE
     start = f"Shared processes sampled {shares.sampled:.0%} and trained {shares.trained:.0%} of the time"
     if shares.idle < MIN_LOST_SHARE:
         return f"{start}: the devices are the limit, and neither phase waits for the other."
-    between = shares.idle - shares.rewards - shares.barrier
-    if shares.rewards >= max(shares.barrier, between):
-        return (
-            f"{start}. Rewards are the limit: devices had nothing to do {shares.idle:.0%} of the time, "
-            f"{shares.rewards:.0%} while a reward was made; more reward workers or a larger max_staleness shorten "
-            "the run."
-        )
-    if shares.barrier >= between:
-        return (
-            f"{start}. The end of a step is the limit: devices had nothing to do {shares.idle:.0%} of the time, "
-            f"{shares.barrier:.0%} while another one computed; more and smaller tickets (ticket_size) or a larger "
-            "max_staleness shorten the run."
-        )
-    return (
-        f"{start}, and had nothing to do {shares.idle:.0%} of it, mostly between steps: versions, checkpoints and the "
-        "controller's own work."
-    )
+    idle = {
+        "Rewards are the limit: more reward workers or a larger max_staleness shorten the run.": shares.rewards,
+        "The end of a step is the limit, at which devices wait for others: more and smaller tickets (ticket_size) or a "
+        "larger max_staleness shorten the run.": shares.barrier,
+        "Most of that is between steps: versions, checkpoints and the controller's own work.": shares.idle
+        - shares.rewards
+        - shares.barrier,
+    }
+    sentence = max(idle, key=lambda sentence: idle[sentence])
+    return f"{start}, and had nothing to do {shares.idle:.0%} of it. {sentence}"
 
 
 def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
     """The sentence from `pools` (pool → state → seconds)."""
-    share = {
-        (pool, state): value / sum(seconds.values())
-        for pool, seconds in pools.items()
-        for state, value in seconds.items()
-        if sum(seconds.values()) > 0
-    }
-    waited, publishing = share.get(("trainer", "wait_data"), 0.0), share.get(("trainer", "sync"), 0.0)
-    starved, late = share.get(("rollout", "idle"), 0.0), share.get(("rollout", "wait_weights"), 0.0)
-    if ("trainer", "busy") not in share or ("rollout", "busy") not in share:
-        return "Too little was recorded to name a bottleneck."
-    if max(waited, publishing, starved, late) < MIN_LOST_SHARE:
+    if not all(sum(pools.get(pool, {}).values()) > 0 for pool in ("trainer", "rollout")):
+        return LITTLE
+    lost = {(pool, state): pools[pool].get(state, 0.0) / sum(pools[pool].values()) for pool, state in LOST}
+    (pool, state), share = max(lost.items(), key=lambda item: item[1])
+    waited, starved = lost["trainer", "wait_data"], lost["rollout", "idle"]
+    if share < MIN_LOST_SHARE:
         return "The pools are balanced: neither side loses a tenth of its time waiting for the other."
-    if publishing > max(waited, starved, late):
-        return f"Publishing weights is the bottleneck: it held the trainer up {publishing:.0%} of the time."
-    if late > max(waited, starved):
-        return (
-            f"Delivering weights is the bottleneck: rollout workers waited for new weights {late:.0%} of the time; a "
-            "faster transport or a larger max_staleness shortens the run."
-        )
-    if min(waited, starved) >= MIN_LOST_SHARE:
+    if min(waited, starved) >= MIN_LOST_SHARE and share in (waited, starved):
         return (
             f"The pools take turns: the trainer waited for images {waited:.0%} of the time and rollout workers had "
             f"nothing to do {starved:.0%} of it; a larger max_staleness lets them work side by side."
         )
-    if waited > starved:
-        return (
-            f"Rollout-bound: the trainer waited for images {waited:.0%} of the time; more rollout workers or fewer "
-            f"denoising steps shorten the run, and {SPLIT}."
-        )
-    return (
-        f"Training-bound: rollout workers had nothing to do {starved:.0%} of the time; more trainer ranks shorten the "
-        f"run, and {SPLIT}."
-    )
+    return LOST[pool, state].format(share)
 
 
 def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:

@@ -138,7 +138,7 @@ def captions(scores: Sequence[Scores]) -> list[list[str]]:
     """One line per prompt and image with the extras of all terms, texts before numbers; [] if no term has extras."""
     if not any(group.extras for group in scores):
         return []
-    return [[_caption(group, image) for image in range(len(group.total))] for group in scores]
+    return [[caption(group.extras, image) for image in range(len(group.total))] for group in scores]
 
 
 def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[dict[str, Any]]:
@@ -154,8 +154,9 @@ def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[di
     ]
 
 
-def _caption(scores: Scores, image: int) -> str:
-    extras = [(name, values[image]) for by_name in scores.extras.values() for name, values in by_name.items()]
-    texts = [value for _, value in extras if isinstance(value, str) and value]
-    numbers = [f"{name} {value:.3g}" for name, value in extras if not isinstance(value, str)]
+def caption(extras: Mapping[str, Mapping[str, Sequence[float | str]]], image: int) -> str:
+    """The extras of one image, by term and name, on one line: texts before numbers."""
+    values = [(name, by_image[image]) for by_name in extras.values() for name, by_image in by_name.items()]
+    texts = [value for _, value in values if isinstance(value, str) and value]
+    numbers = [f"{name} {value:.3g}" for name, value in values if not isinstance(value, str)]
     return " · ".join([*texts, *numbers])

@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from async_flowrl.config.curves import REWARD
-from async_flowrl.observability.bottleneck import reward_bound
 from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Evaluation, between, first_with_setting
 from async_flowrl.observability.hacking import alarms, notices
 from async_flowrl.observability.metrics import Metrics
@@ -21,7 +20,6 @@ from async_flowrl.observability.result import (
     training_sentence,
 )
 from async_flowrl.observability.summary import warnings_of
-from async_flowrl.report.facts import shown
 from async_flowrl.report.records import Records
 from async_flowrl.report.series import chosen
 
@@ -41,12 +39,12 @@ def result_of(run: Records) -> dict[str, Any]:
 
     Of `result`, `state` and `headline` are sentences; `about` says what was trained; `error` explains the ±; `more`
     lists sentences about held-out terms; `tone` is "good", "bad" or "neutral". `change` has the evaluated reward before
-    and after and its paired change, `training` the training reward at the start and the end; their `of` is equal for
-    runs that can be compared. Each is None if it is not known.
+    and after and its paired change, `training` the training reward at the start and the end; `of` is equal for runs
+    whose changes can be compared. Each is None if it is not known.
     """
     ends, trained = ends_of(run.policy), tenths(run.metrics)
     moved = between(REWARD, ends[1], ends[0]) if ends else None
-    headline = reward_sentence(ends, _prompts(run)) if ends else None
+    headline = reward_sentence(ends, str(run.summary.get("evaluation_prompts"))) if ends else None
     training = training_sentence(*trained or (None, None)) if run.metrics else "No step has been trained yet."
     change, tone = None, "neutral"
     if ends and moved:
@@ -62,7 +60,7 @@ def result_of(run: Records) -> dict[str, Any]:
         "more": held_out_sentences(ends) if ends else [],
         "tone": "bad" if run.state in ("failed", "unfinished") else tone,
     }
-    rewards = {"first": trained[0], "last": trained[1], "of": shown(run.setting("reward.terms"))} if trained else None
+    rewards = {"first": trained[0], "last": trained[1]} if trained else None
     return {"result": result, "change": change, "training": rewards}
 
 
@@ -93,14 +91,6 @@ def state_sentence(run: Records) -> str:
         "unfinished": f"Not finished: it ended after {steps} without a word; resume=auto goes on from its last "
         "checkpoint.",
     }[run.state]
-
-
-def _prompts(run: Records) -> str:
-    if prompts := run.summary.get("evaluation_prompts"):
-        return str(prompts)
-    inputs = [e for e in run.history if e["event"] == "inputs"]
-    same = bool(inputs) and inputs[-1].get("train") == inputs[-1].get("evaluation")
-    return "training" if same else ""
 
 
 def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, Any] | None:
@@ -201,14 +191,12 @@ RULES = (
 
 
 def advice_for(run: Records, evaluations: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """All warnings of a run: that rewards limited its speed, from evaluations, from its records, then from RULES.
+    """All warnings of a run: from evaluations, from its records, then from RULES.
 
     Each has `text`, `todo` (advice, may be ""), `panel` (id of the chart that shows it, or None) and `level`, "alarm"
     or "warning". `evaluations` is the result of `evaluations_of`.
     """
     advice: list[dict[str, Any]] = []
-    if (sentence := reward_bound(run.workers, run.window)) is not None:
-        advice.append({"text": sentence, "todo": "", "panel": "busy", "level": "warning"})
     for sentence in (evaluations or {}).get("alarms", []):
         todo = "save.best keeps the best version; evaluate.on_hacking=stop ends such a run."
         advice.append({"text": sentence, "todo": todo, "panel": "held_out", "level": "alarm"})

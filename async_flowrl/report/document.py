@@ -102,23 +102,10 @@ def compared(runs: Sequence[Document]) -> str:
     count = f"{len(runs)} runs, " + ", ".join(f"{n} {state}" for state, n in states.items())
     changes = [(run["change"], run["name"]) for run in runs if run["change"]]
     if len(changes) < 2 or any(change["of"] != changes[0][0]["of"] for change, _ in changes):
-        return f"{count}. No evaluations of the same prompts, noises and reward compare them{_trained(runs)}."
+        return f"{count}. No evaluations of the same prompts, noises and reward compare them."
     best, name = max(changes, key=lambda change: float(change[0]["after"]))
-    ends = sorted(change["after"] for change, _ in changes)
-    if ends[0] == ends[-1]:
-        return f"{count}. On the same evaluated prompts all that were evaluated ended at {ends[0]:.3g}."
-    others = f"the others at {ends[0]:.3g} to {ends[-2]:.3g}" if len(ends) > 2 else f"the other one at {ends[0]:.3g}"
     change = f"at {best['after']:.3g} from {best['before']:.3g}"
-    return f"{count}. On the same evaluated prompts {name} ended highest, {change}; {others}."
-
-
-def _trained(runs: Sequence[Document]) -> str:
-    trained = [run for run in runs if run["training"]]
-    if len(trained) < 2 or any(run["training"]["of"] != trained[0]["training"]["of"] for run in trained):
-        return ""
-    best = sorted(trained, key=lambda run: float(-run["training"]["last"]))[:3]
-    ends = ", ".join(f"{run['training']['last']:.3g} ({run['name']})" for run in best)
-    return f"; their training rewards ended {'highest ' if len(best) < len(trained) else ''}at {ends}"
+    return f"{count}. On the same evaluated prompts {name} ended highest, {change}."
 
 
 def notes_on(run: Records, entry: Document) -> list[str]:
@@ -129,13 +116,11 @@ def notes_on(run: Records, entry: Document) -> list[str]:
             f"{name}: each point of a curve is the mean of {width} steps, its band their range; {run.steps:,} steps "
             f"are drawn as at most {MAX_POINTS} points."
         )
-    timeline, pictures, evaluations = entry["timeline"], entry["pictures"], entry["evaluations"]
-    if timeline and timeline["shown"] < timeline["workers"]:
-        notes.append(f"{name}: the timeline shows {timeline['shown']} of {timeline['workers']} workers.")
-    if timeline and timeline["mark_count"] > len(timeline["marks"]):
-        notes.append(f"{name}: {len(timeline['marks'])} of {timeline['mark_count']} faults and recoveries are shown.")
-    if pictures and pictures["count"] > len(pictures["evaluations"]):
-        notes.append(f"{name}: {len(pictures['evaluations'])} of {pictures['count']} evaluations show their images.")
-    if evaluations and evaluations["count"] > len(evaluations["rows"]):
-        notes.append(f"{name}: the table has {len(evaluations['rows'])} of {evaluations['count']} evaluations.")
-    return notes
+    timeline, pictures, evaluations = (entry[key] or {} for key in ("timeline", "pictures", "evaluations"))
+    shown = [
+        (timeline.get("shown", 0), timeline.get("workers", 0), "workers in the timeline"),
+        (len(timeline.get("marks", ())), timeline.get("mark_count", 0), "faults and recoveries"),
+        (len(pictures.get("evaluations", ())), pictures.get("count", 0), "evaluations with images"),
+        (len(evaluations.get("rows", ())), evaluations.get("count", 0), "evaluations in the table"),
+    ]
+    return notes + [f"{name}: {some} of {every} {what} are shown." for some, every, what in shown if some < every]

@@ -26,45 +26,28 @@ OF_NO_MATTER = ("name", "output_dir")
 
 def facts_of(run: Records) -> list[Row]:
     """(label, value) rows about what the run did; values that are unknown or not yet known are left out."""
-    summary, shared = run.summary, run.shared
-    efficiency = "sampling and training" if shared else "busier pool"
+    summary = run.summary
+    sync, size = summary.get("sync") or {}, summary.get("rollout_size") or {}
     images = sum(int(line.get("images") or 0) for line in run.metrics)
     rows: list[tuple[str, str | None]] = [
         ("Mode", str(summary.get("mode") or run.setting("mode") or "–")),
-        ("Placement", "shared: each process samples and trains" if shared else None),
+        ("Placement", "shared: each process samples and trains" if run.shared else None),
         ("Staleness allowed, versions", _text(summary.get("max_staleness", run.setting("max_staleness")))),
         ("Steps", f"{run.steps} of {run.total_steps}" if run.total_steps else str(run.steps)),
         ("Training images", f"{images:,}"),
         ("Wall clock", str(timedelta(seconds=round(run.window[1] - run.window[0]))) if run.step_events else None),
         ("Images per second", _text(summary.get("steady_images_per_s") or summary.get("images_per_s"))),
-        (f"Efficiency in the steady state: {efficiency} ÷ measured", _text(summary.get("efficiency"), ".0%")),
-        ("Time of the devices", _devices(summary.get("devices") or {})),
+        ("Efficiency in the steady state", _text(summary.get("efficiency"), ".0%")),
         ("Overlap of the shorter phase", _text((summary.get("overlap") or {}).get("share"), ".0%")),
         ("MFU", mfu(summary) or None),
         ("Tickets", _tickets(summary.get("tickets") or {})),
         ("Faults", ", ".join(f"{count} × {kind}" for kind, count in (summary.get("faults") or {}).items()) or None),
         ("Swaps of the sampled weights", _text(summary.get("swaps"))),
-        ("Rollout pool", _size(summary.get("rollout_size") or {})),
-        ("Versions" if shared else "Weights sent", _sync(summary.get("sync") or {}, shared=shared)),
+        ("Rollout workers", f"{size['fewest']} to {size['most']}" if size else None),
+        ("Versions", f"{sync['publishes']}, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}" if sync else None),
         ("Finished", summary.get("finished")),
     ]
     return [(label, value) for label, value in rows if value]
-
-
-def _devices(shares: Mapping[str, float]) -> str | None:
-    """Returns what the devices of a run with `placement=shared` did, in words; None for any other run."""
-    if shares.get("sampled") is None:
-        return None
-    return (
-        f"sampled {shares['sampled']:.0%}, trained {shares['trained']:.0%}, idle {shares['idle']:.0%} "
-        f"(while a reward was made {shares['rewards']:.0%}, while another device computed {shares['barrier']:.0%})"
-    )
-
-
-def _size(size: Mapping[str, int]) -> str | None:
-    if not (size.get("joined") or size.get("left")):
-        return None
-    return f"{size['fewest']} to {size['most']} workers: {size['joined']} joined, {size['left']} left"
 
 
 def pools_of(run: Records) -> list[dict[str, Any]]:
@@ -90,8 +73,7 @@ def environment_of(run: Records) -> list[Row]:
     numerics = json.loads(newest.read_text(encoding="utf-8")).get("numerics", {}) if newest.exists() else {}
     rows = [(key, str(value)) for key, value in numerics.items() if "." not in key and value is not None]
     nodes = sorted({str(e["node"]) for e in run.history if e["event"] == "worker"})
-    more = f" and {len(nodes) - 8} more" if len(nodes) > 8 else ""
-    return rows + ([("nodes", ", ".join(nodes[:8]) + more)] if nodes else [])
+    return rows + ([("nodes", ", ".join(nodes))] if nodes else [])
 
 
 def verification_of(run: Records) -> dict[str, Any]:
@@ -113,16 +95,6 @@ def _tickets(counts: dict[str, int]) -> str | None:
         return None
     more = [f"{counts[key]} {key}" for key in ("skipped", "retried", "duplicate") if counts.get(key)]
     return ", ".join([f"{counts['trained']:,} of {counts['issued']:,} trained", *more])
-
-
-def _sync(sync: dict[str, Any], *, shared: bool) -> str | None:
-    if not sync:
-        return None
-    if shared:
-        size = sync["bytes"] / max(1, sync["publishes"])
-        return f"{sync['publishes']} of {size / 2**20:.1f} MiB, which every process made itself"
-    retries = f", {sync['retries']} sent again" if sync.get("retries") else ""
-    return f"{sync['publishes']} versions, {sync['bytes'] / 2**20:.1f} MiB by {sync['transport']}{retries}"
 
 
 def settings_of(run: Records) -> dict[str, Any]:

@@ -84,27 +84,23 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
         if size > limit:
             break
         uris[name] = data
-    count = len(pictures)
-    if len(uris) == count:
+    if len(uris) == len(pictures):
         return uris, None
-    absent = f"{missing} of {count} images are not in the run directory, or are no pictures. " if missing else ""
-    if size <= limit:
-        return uris, absent.strip()
     return uris, (
-        f"{absent}{len(uris)} of {count} images are in this file, which holds {limit / 2**20:g} MiB of them at most "
-        "(monitor.report_mib, or --max-mib of the command)."
+        f"{len(uris)} of {len(pictures)} images are in this file, which holds {limit / 2**20:g} MiB of them at most "
+        f"(monitor.report_mib, or --max-mib of the command); {missing} are not in the run directory, or no pictures."
     )
 
 
 def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
     """(name, folder, path below it) of every picture, the most important first."""
     # The first image of every prompt comes before the second ones; among equal images, the first and the last
-    # evaluation come first, then the one in the middle, and so on.
+    # evaluation come first, and so on inwards.
     ranked = []
     for number, run in enumerate(document["runs"]):
         evaluations = (run["pictures"] or {"evaluations": []})["evaluations"]
         for position, evaluation in enumerate(evaluations):
-            rank = spread(position, len(evaluations))
+            rank = min(position, len(evaluations) - 1 - position)
             for place, prompt in evaluation["prompts"].items():
                 for index, file in enumerate(prompt["files"]):
                     below = f"{evaluation['folder']}/{file}"
@@ -112,17 +108,6 @@ def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
                     ranked.append(((index, rank, int(place), number), f"{number}/{below}", at, below))
     for _, name, folder, below in sorted(ranked):
         yield name, folder, below
-
-
-def spread(position: int, count: int) -> int:
-    """Rank of a position: 0 for the first and the last of `count`, 1 for the middle, 2 for the quarters, and so on."""
-    low, high, rank = 0, count - 1, 0
-    while position not in (low, high):
-        middle, rank = (low + high) // 2, rank + 1
-        if position == middle:
-            return rank
-        low, high = (low, middle) if position < middle else (middle, high)
-    return rank
 
 
 @cache

@@ -13,17 +13,14 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
     "result": {
         "evaluated": (
             "Score of evaluations",
-            "Mean over the evaluated prompts, the same initial noises each time; the band is the 95 % interval, its "
-            "errors clustered by prompt. The chart ends where a band is much wider than the curves. Compare runs by "
-            "it.",
+            "Mean over the evaluated prompts, the same initial noises each time, with its 95 % interval.",
             {"evaluation:trained:(.+)": r"\1"},
         ),
     },
     "evaluations": {
         "held_out": (
             "Held-out terms",
-            "Scores that nothing is trained on. One that falls while the trained reward rises: the reward is being "
-            "hacked.",
+            "Nothing is trained on them. One that falls while the trained reward rises: the reward is being hacked.",
             {"evaluation:held_out:(.+)": r"\1"},
         ),
         "diversity": (
@@ -35,39 +32,30 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
     "learning": {
         "reward": (
             "Training reward",
-            "Mean weighted reward of a step's images: noisy samples, of versions up to max_staleness old. Steps that "
-            "were skipped have no point.",
+            "Mean weighted reward of a step's images: noisy samples, of versions up to max_staleness old.",
             {"reward/mean": "reward"},
         ),
-        "terms": (
-            "Reward by term",
-            "Mean of each term, unweighted: which one moves.",
-            {"reward/(.+)/mean": r"\1"},
-        ),
+        "terms": ("Reward by term", "Mean of each term, unweighted: which one moves.", {"reward/(.+)/mean": r"\1"}),
         "spread": (
             "Spread inside groups",
-            "Mean over groups of the standard deviation inside the group: what a term teaches, as advantages come from"
-            " differences inside groups alone.",
+            "Mean standard deviation inside a group: what a term teaches, as advantages come from it alone.",
             {"reward/(.+)/group_std": r"\1", "reward/std": "over all images"},
         ),
         "flat": (
             "Groups without spread",
-            "Share of groups whose images all have the same score, so that nothing is learned from them. Near 1: "
-            "solved, or collapsed to one value.",
+            "Share of groups whose images all score the same. Near 1: solved, or collapsed to one value.",
             {"zero_std_ratio": "weighted sum", "reward/(.+)/zero_std_ratio": r"\1"},
         ),
     },
     "update": {
         "clip": (
             "Clipped, and gradient kept",
-            "Clipped: rows whose ratio was outside the clip. Kept: share of the gradient that survived clip and mask, "
-            "by the age of the samples; below 0.8, staleness costs too much.",
+            "Clipped: rows outside the clip. Kept: share of the gradient by age; below 0.8, staleness costs too much.",
             {"clip_fraction": "clipped", r"kept:(\d+)": r"kept, \1 old", "masked": "masked"},
         ),
         "kl": (
             "KL per update",
-            "How far one update moved the policy, in nats per image. Several times what it was at first: the same step"
-            " moves the policy ever further; algorithm.max_kl_per_update bounds it.",
+            "How far one update moved the policy, in nats per image; algorithm.max_kl_per_update bounds it.",
             {"kl_per_update": "per update", "trust_region/raw_kl": "before the trust region", "kl": "to the reference"},
         ),
         "trust": (
@@ -77,8 +65,7 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
         ),
         "snr": (
             "Gradient signal to noise",
-            "Squared length of the gradient's signal over that of its noise, of either sign in single steps. An "
-            "average below 0.01 over 50 steps: the weights walk at random.",
+            "Of either sign in single steps. An average below 0.01 over 50 steps: the weights walk at random.",
             {"gradient_snr": "gradient_snr"},
         ),
         "gradient": (
@@ -95,9 +82,8 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
     "staleness": {
         "gap": (
             "Gap between engines",
-            "behaviour_gap: what rollout and trainer disagree by under the same weights, 1e-8 in float32 and up to "
-            "1e-3 in bfloat16. A jump: rollout did not use the weights it claims. log_prob_gap: age and engines "
-            "together.",
+            "behaviour_gap: by what rollout and trainer disagree under the same weights, at most 1e-3 in bfloat16. A "
+            "jump: rollout did not use the weights it claims. log_prob_gap: age and engines together.",
             {"behaviour_gap": "behaviour_gap", "log_prob_gap": "log_prob_gap"},
         ),
         "staleness": (
@@ -107,23 +93,20 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
         ),
         "ess": (
             "Effective sample size",
-            "Share of the samples that importance weights would leave. Below one half, correct for staleness or lower "
-            "it.",
+            "Share of the samples that importance weights would leave. Below 0.5, correct for staleness or lower it.",
             {"effective_sample_size": "effective_sample_size"},
         ),
     },
     "time": {
         "busy": (
             "Busy share of each pool",
-            "Share of each step in which a pool's workers worked. With placement=shared a ticket that waits for "
-            "training counts, too: there the timeline says what was computed.",
+            "Share of each step in which workers worked; with placement=shared also that in which tickets waited.",
             {"pool/(.+)/busy": r"\1"},
         ),
         "timing": (
             "Seconds of a step",
-            "wait_rollout near 0: trainer-bound. Near step less update: rollout-bound. wait_ticket: with "
-            "placement=shared, what steps with a limit on their KL waited for tickets.",
-            {"timing/(step|wait_rollout|wait_ticket|update|publish|activate)": r"\1", "timing/(score/.+)": r"\1"},
+            "wait_rollout near 0: trainer-bound. Near step less update: rollout-bound.",
+            {r"timing/(step|wait_rollout|wait_ticket|update|publish|activate)": r"\1", "timing/(score/.+)": r"\1"},
         ),
         "rate": (
             "Images per second",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.evaluations import DIVERSITY, Evaluation
-from async_flowrl.observability.images import INDEX
+from async_flowrl.observability.images import INDEX, caption
 from async_flowrl.report.records import Records
 from async_flowrl.report.series import chosen
 
@@ -38,7 +38,7 @@ def pictures_of(run: Records) -> dict[str, Any] | None:
         which = {"version": evaluation.version, "baseline": evaluation.baseline, "folder": folder_of(evaluation)}
         evaluations.append({**which, "prompts": prompts})
     return {
-        "prompts": [{"place": place, "text": _short(texts[place])} for place in sorted(texts)],
+        "prompts": [{"place": place, "text": texts[place][:MAX_PROMPT]} for place in sorted(texts)],
         "evaluations": evaluations,
         "count": len(kept),
     }
@@ -60,17 +60,8 @@ def _prompt(entry: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
         for name, curve in evaluation.curves.items()
         if curve.kind != DIVERSITY and place in curve.scores
     }
-    extras = [(name, values) for by_name in entry["extras"].values() for name, values in by_name.items()]
-    texts = [" · ".join(_extra(name, values[image]) for name, values in extras) for image in range(count)]
+    texts = [caption(entry["extras"], image) for image in range(count)]
     return {"files": entry["files"], "scores": scores, **({"said": texts} if any(texts) else {})}
-
-
-def _extra(name: str, value: Any) -> str:
-    return f"{name} {value:.3g}" if isinstance(value, int | float) else f"{name}: {_short(str(value), 120)}"
-
-
-def _short(text: str, most: int = MAX_PROMPT) -> str:
-    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def data_uri(folder: Path, below: str) -> str | None:

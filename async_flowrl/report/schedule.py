@@ -13,14 +13,14 @@ import numpy.typing as npt
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import Interval, intersect
 from async_flowrl.observability.ledger import STATES, pool_of
-from async_flowrl.observability.timeline import Track, by_pool
+from async_flowrl.observability.timeline import Track
 from async_flowrl.report.records import Records
 from async_flowrl.report.series import chosen
 
 Numbers = npt.NDArray[np.float64]
 # Steps in a window of exact bars.
 MAX_STEPS = 6
-# Most workers that are shown; of more, each pool keeps evenly spaced ones.
+# Most workers that are shown; of more, evenly spaced ones are taken.
 MAX_PLACES = 24
 # Most bars of one worker in a view; the shortest ones are left out.
 MAX_BARS = 240
@@ -28,8 +28,8 @@ MAX_BARS = 240
 MAX_EXACT = 1_500
 # Equal parts of the whole run for which shares of time are computed.
 BINS_PER_RUN = 160
-# Most steps that are labelled, besides those in windows of exact bars.
-MAX_STEP_NAMES = 1_000
+# Most steps that are labelled.
+MAX_STEP_NAMES = 2_000
 # Most events that are marked; of more, evenly spaced ones are taken.
 MAX_MARKS = 200
 # Kind of an event that is marked on the timeline → what the mark says, from the event's fields.
@@ -53,7 +53,7 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
     if not run.workers:
         return None
     start, end = run.window
-    shown = _places(run.tracks)
+    shown = chosen(run.tracks, MAX_PLACES)
 
     def view(title: str, window: Interval, lane: Callable[[Track, Interval, float], dict[str, Any]]) -> dict[str, Any]:
         lanes = [{"place": t.place, "pool": pool_of(t.place), **lane(t, window, start)} for t in shown]
@@ -72,7 +72,8 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
         "marks": chosen(marks, MAX_MARKS),
         "mark_count": len(marks),
         "steps": [
-            [int(e["step"]), *(round(e[key] - start, 4) for key in ("started", "ended"))] for e in _named_steps(run)
+            [int(e["step"]), *(round(e[key] - start, 4) for key in ("started", "ended"))]
+            for e in chosen(run.step_events, MAX_STEP_NAMES)
         ],
         "workers": len(run.workers),
         "shown": len(shown),
@@ -85,32 +86,12 @@ def _windows(run: Records) -> list[tuple[str, Interval]]:
     parts = {"Steps": 0}
     if (last := len(steps) - MAX_STEPS) > 0:
         parts = {"Middle": last // 2, "First steps": 0, "Last steps": last}
-        if faults := [e["time"] for e in run.history if e["event"] == "fault"]:
-            first = next((i for i, e in enumerate(steps) if e["ended"] >= faults[0]), len(steps) - 1)
-            parts["First fault"] = min(max(0, first - 1), last)
     windows = []
     for name, at in parts.items():
         if part := steps[at : at + MAX_STEPS]:
             title = f"{name}: {part[0]['step']} to {part[-1]['step']}"
             windows.append((title, (float(part[0]["started"]), float(part[-1]["ended"]))))
     return windows
-
-
-def _named_steps(run: Records) -> list[Event]:
-    windows = [window for _, window in _windows(run)]
-    inside = [e for e in run.step_events if any(a <= e["started"] < b for a, b in windows)]
-    by_step = {int(e["step"]): e for e in [*chosen(run.step_events, MAX_STEP_NAMES), *inside]}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _places(workers: Sequence[Track]) -> list[Track]:
-    """All workers in their order, or evenly spaced ones of each pool if there are more than MAX_PLACES."""
-    if len(workers) <= MAX_PLACES:
-        return list(workers)
-    pools, kept = by_pool(workers), set[str]()
-    for pools_left, members in zip(range(len(pools), 0, -1), sorted(pools.values(), key=len), strict=True):
-        kept |= {track.place for track in chosen(members, max(1, (MAX_PLACES - len(kept)) // pools_left))}
-    return [track for track in workers if track.place in kept]
 
 
 def _states(track: Track, window: Interval) -> dict[str, list[Interval]]:

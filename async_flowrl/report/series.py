@@ -1,11 +1,10 @@
 """Curves of a report: metrics and evaluation scores of a run over training steps, images and seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from async_flowrl.observability.evaluations import Evaluation
-from async_flowrl.observability.events import Event
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.report.records import Records
 
@@ -62,7 +61,8 @@ def lines_of(run: Records) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     steps = [int(line["step"]) for line in run.metrics]
     images = list(accumulate(int(line.get("images") or 0) for line in run.metrics))
-    axes: dict[str, Sequence[float]] = {"step": steps, "images": images, "seconds": seconds_so_far(run)}
+    seconds = list(accumulate(line.get("timing/step") or 0.0 for line in run.metrics))
+    axes: dict[str, Sequence[float]] = {"step": steps, "images": images, "seconds": seconds}
     evaluated = chosen(run.policy, MAX_POINTS)
     places = {step: place for place, step in enumerate(steps)}
     before = [places.get(evaluation.version - 1) for evaluation in evaluated]
@@ -101,24 +101,6 @@ def evaluation_lines(evaluated: Sequence[Evaluation]) -> dict[str, Any]:
             line |= {"high": [e.high if e else None for e in estimates]}
         lines[f"evaluation:{kind}:{name}"] = line
     return lines
-
-
-def seconds_so_far(run: Records) -> list[float]:
-    """Seconds from the start of the first step to the end of each step, without the pauses before resumed attempts."""
-    # If step events are missing, the sum of `timing/step` is used.
-    ends: Mapping[int, Event] = {int(e["step"]): e for e in run.step_events}
-    if ends and all(int(line["step"]) in ends for line in run.metrics):
-        start, gaps = run.window[0], pauses(run.history)
-        moments = [float(ends[int(line["step"])]["ended"]) for line in run.metrics]
-        return [end - start - sum(b - a for a, b in gaps if start <= a < end) for end in moments]
-    return list(accumulate(line.get("timing/step") or 0.0 for line in run.metrics))
-
-
-def pauses(history: Sequence[Event]) -> list[tuple[float, float]]:
-    """(time of the last event of an attempt, time of the first event of the next one) for each resumed attempt."""
-    following = zip(history, history[1:], history[2:], strict=False)
-    # An attempt that resumes begins with a rollback and `inputs`; a rollback inside an attempt has no `inputs`.
-    return [(a["time"], b["time"]) for a, b, c in following if (b["event"], c["event"]) == ("rollback", "inputs")]
 
 
 def _number(value: Any) -> float | None:

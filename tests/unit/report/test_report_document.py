@@ -47,7 +47,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
         pytest.approx(0.4),
         pytest.approx(0.42),
     ]
-    assert run["pictures"]["evaluations"][1]["prompts"]["2"]["said"] == ["read: A", "read: B"]
+    assert run["pictures"]["evaluations"][1]["prompts"]["2"]["said"] == ["A", "B"]
 
 
 def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:

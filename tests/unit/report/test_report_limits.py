@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.report.document import document
-from async_flowrl.report.page import embedded, in_order, render, spread
+from async_flowrl.report.page import embedded, in_order, render
 from async_flowrl.report.pictures import MAX_EVALUATIONS
 from async_flowrl.report.schedule import BINS_PER_RUN, MAX_BARS, MAX_PLACES
 from async_flowrl.report.series import MAX_POINTS
@@ -41,7 +41,6 @@ def test_pictures_fill_the_page_from_the_ends_inwards(tmp_path: Path) -> None:
     assert 0 < len(inside) < len(names) == 30 and sum(map(len, inside.values())) <= 1_000
     assert left_out is not None and left_out.startswith(f"{len(inside)} of 30 images")
     assert embedded(found, 10**9)[1] is None and embedded(found, 0)[0] == {}
-    assert [spread(i, 5) for i in range(5)] == [0, 2, 1, 2, 0] and spread(0, 1) == 0
 
 
 def test_only_pictures_of_the_run_get_into_its_page(tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ def test_only_pictures_of_the_run_get_into_its_page(tmp_path: Path) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     inside, left_out = embedded(document([root]), 10**9)
     assert len(inside) == 5 and "0/step_000000/000_0.png" in inside
-    assert left_out == "5 of 10 images are not in the run directory, or are no pictures."
+    assert left_out is not None and left_out.startswith("5 of 10 images")
 
 
 def test_a_page_makes_no_requests(tmp_path: Path) -> None:

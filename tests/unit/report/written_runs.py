@@ -27,10 +27,11 @@ def make_run(root: Path, steps: int = 6, *, workers: int = 1, evaluations: int =
     """A run directory as the program writes it: each step a second of rollout, then one of training."""
     root.mkdir(parents=True)
     (root / "config.yaml").write_text(config or f"name: x\ntotal_steps: {steps}\nplacement: separate\ngroup_size: 4\n")
+    kept = {"kept/0": 3, "kept_of/0": 4, "kept_of/1": 4}
     lines(
         root / "metrics.jsonl",
         [
-            {"step": s, "reward/mean": s / steps, "images": 4, "kept/0": 3, "kept_of/0": 4, "kept_of/1": 4, "kl": None}
+            {"step": s, "reward/mean": s / steps, "images": 4, "timing/step": 2.0, "kl": None, **kept}
             for s in range(steps)
         ],
     )
