@@ -271,9 +271,12 @@ class EvaluationRecords:
         name = "baseline" if result.baseline else f"step_{result.version:06d}"
         path = self.directory.images / f"{name}.png"
         shown = with_held_out_extras(result)
-        kept, details = self.config.monitor, picture_data(result.prompts, shown)
+        kept = self.config.monitor
         if kept.kept_images > 0:
-            by_index = dict(zip(result.indices, result.images, strict=True))
+            by_index, details = (
+                dict(zip(result.indices, result.images, strict=True)),
+                picture_data(result.prompts, shown),
+            )
             write_images(path.with_suffix(""), by_index, details, most=kept.kept_images, side=kept.kept_side)
         write_grid(
             path,
@@ -282,7 +285,6 @@ class EvaluationRecords:
             [scores.total for scores in result.scores],
             title=f"policy {result.title}" + (f", mean reward {mean:.3f}" if mean is not None else ""),
             captions=captions(shown),
-            data=details,
         )
         return path
 

@@ -5,9 +5,10 @@ import os
 import re
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -17,7 +18,6 @@ from rich.text import Text
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.observability.metrics import missing_terms
 from async_flowrl.observability.monitor import View
 from async_flowrl.observability.terminal import say
 
@@ -35,8 +35,6 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     done: int = 0
     line: Mapping[str, Any] = field(default_factory=dict)
-    # Step → what it could not score: number of skipped tickets, and of groups trained without an optional term.
-    unscored: dict[int, Counter[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ends: deque[float] = deque([self.clock()], maxlen=AVERAGED_STEPS + 1)
@@ -46,12 +44,8 @@ class Progress:
             self._ends[0] = self.clock()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if step < self.done:  # The run went back to its last checkpoint because a trainer rank died.
-            self.unscored = {earlier: counts for earlier, counts in self.unscored.items() if earlier < step}
         self.done, self.line = step + 1, metrics
         self._ends.append(self.clock())
-        if counts := _unscored(metrics):
-            self.unscored[step] = counts
 
     @property
     def step_seconds(self) -> float:
@@ -61,19 +55,13 @@ class Progress:
     @property
     def left(self) -> str:
         """Expected time from the end of the newest step to the end of the run, as text."""
-        return f"ETA {duration(self.step_seconds * (self.total - self.done))}"
+        return f"ETA {timedelta(seconds=round(self.step_seconds * (self.total - self.done)))}"
 
     @property
     def numbers(self) -> str:
-        """The newest step in words: reward, skipped tickets and missing reward terms, staleness and speed."""
-        total = sum(self.unscored.values(), Counter())
-        parts = [
-            f"reward {number(self.line.get('reward/mean'))}",
-            *(f"{count} {what}" for what, count in total.items()),
-            f"staleness {number(self.line.get('staleness/mean'), '.2g')}",
-            f"{self.step_seconds:.2f} s/step",
-        ]
-        return " | ".join(parts)
+        """The newest step in words: reward, staleness and speed."""
+        reward, staleness = number(self.line.get("reward/mean")), number(self.line.get("staleness/mean"), ".2g")
+        return f"reward {reward} | staleness {staleness} | {self.step_seconds:.2f} s/step"
 
 
 class Display(View):
@@ -176,21 +164,12 @@ class Warnings(logging.Handler):
 
 def console_of(setting: str) -> str:
     """Resolves `console` to `bar`, `lines` or `quiet`. Raises ConfigError for a bar that stdout cannot show."""
-    obstacle = bar_obstacle()
-    if setting == "bar" and obstacle is not None:
-        raise ConfigError(f"console=bar needs a terminal that it can draw on, but {obstacle}: use auto or lines")
+    drawable = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in DUMB
+    if setting == "bar" and not drawable:
+        raise ConfigError("console=bar needs a terminal as stdout that can move its cursor (TERM): use auto or lines")
     if setting == "auto":
-        return "bar" if obstacle is None else "lines"
+        return "bar" if drawable else "lines"
     return setting
-
-
-def bar_obstacle() -> str | None:
-    """The reason why stdout cannot show a progress bar; None if it can."""
-    if not sys.stdout.isatty():
-        return "stdout is none"
-    if (term := os.environ.get("TERM", "").lower()) in DUMB:
-        return f"TERM={term or '(not set)'} cannot move its cursor"
-    return None
 
 
 def open_display(config: Config) -> Display:
@@ -200,12 +179,6 @@ def open_display(config: Config) -> Display:
         return Display()
     progress = Progress(config.total_steps)
     return Lines(progress) if kind == "lines" else Bar(progress)
-
-
-def _unscored(metrics: Mapping[str, Any]) -> Counter[str]:
-    """Counts of what a step trained without, by the words that follow the count; empty if nothing is missing."""
-    without = {f"groups without {term}": count for term, count in missing_terms(metrics).items()}
-    return +Counter({"tickets skipped": int(metrics.get("tickets_skipped") or 0), **without})
 
 
 def number(value: Any, form: str = ".4f") -> str:
@@ -229,10 +202,3 @@ def evaluation_line(version: int, metrics: Mapping[str, float]) -> str:
     held_out = [name.removesuffix("/mean") for name in metrics if re.fullmatch("held_out/[^/]+/mean", name)]
     parts += [f"{name.replace('held_out/', 'held-out ')} {with_change(metrics, name)}" for name in held_out]
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Text "M:SS" or "H:MM:SS"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from async_flowrl.observability.events import replace_file
 from async_flowrl.types import ByteArray, Prompt, Scores
@@ -58,22 +57,18 @@ def write_grid(
     *,
     title: str = "",
     captions: Sequence[Sequence[str]] = (),
-    data: Any = None,
 ) -> None:
     """Writes a PNG file with one row per prompt, of at most MAX_COLUMNS images (see `grid`).
 
     `images[i]` is uint8 [n, H, W, 3] of prompt i and `rewards[i]` its n rewards; each reward is shown below its image,
-    and `captions[i][j]` below that. `data` is stored as JSON in the PNG's text chunk "data" (None: no chunk).
+    and `captions[i][j]` below that.
     """
     below = [
         [[f"{score:.3f}", *([captions[row][image]] if captions else [])] for image, score in enumerate(scores)]
         for row, scores in enumerate(rewards)
     ]
-    info = PngInfo()
-    if data is not None:
-        info.add_itxt("data", json.dumps(data, ensure_ascii=False), zip=True)
     sheet = grid(prompts, [(title, [group[:MAX_COLUMNS] for group in images])], captions=[below])
-    sheet.save(path, format="PNG", pnginfo=info)
+    sheet.save(path, format="PNG")
 
 
 def grid(
@@ -104,7 +99,9 @@ def grid(
             top = 2 * LINE_HEIGHT + row * height
             for place, pixels in enumerate(images):
                 corner = at * block + place * (cell + GAP)
-                picture = within(pixels, cell)
+                smaller = max(pixels.shape[:2]) > cell
+                resampling = Image.Resampling.LANCZOS if smaller else Image.Resampling.NEAREST
+                picture = ImageOps.contain(Image.fromarray(pixels), (cell, cell), resampling)
                 sheet.paste(picture, (corner, top + (cell - picture.height) // 2))
                 for line, text in enumerate(captions[at][row][place] if captions else ()):
                     below = top + cell + 2 + line * LINE_HEIGHT
@@ -113,15 +110,6 @@ def grid(
         shown = fitted(prompt, draw, font, width)
         draw.text((0, LINE_HEIGHT + row * height + 3), shown, fill="dimgrey", font=font)
     return sheet
-
-
-def within(image: ByteArray, side: int) -> Image.Image:
-    """The image uint8 [H, W, 3] scaled to `side` pixels along its longer side (Lanczos if reduced, else nearest)."""
-    height, width = image.shape[:2]
-    longest = max(height, width)
-    resampling = Image.Resampling.LANCZOS if longest > side else Image.Resampling.NEAREST
-    size = max(1, round(width * side / longest)), max(1, round(height * side / longest))
-    return Image.fromarray(image).resize(size, resampling)
 
 
 def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.config.schema import MonitorConfig
-from async_flowrl.observability.metrics import by_age
 from async_flowrl.types import ByteArray
 
 logger = logging.getLogger(__name__)
@@ -129,10 +128,7 @@ class Wandb(View):
         self._run.define_metric("evaluation/*", step_metric=VERSION_KEY)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        values: dict[str, Any] = {**scalars(metrics, self._aliases), "step": step}
-        if (ages := age_histogram(metrics)) is not None:
-            values["staleness/histogram"] = self._wandb.Histogram(np_histogram=ages)
-        self._run.log(values)
+        self._run.log({**scalars(metrics, self._aliases), "step": step})
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         self._run.log({f"evaluation/{name}": value for name, value in metrics.items()} | {VERSION_KEY: version})
@@ -167,14 +163,6 @@ def run_id(folder: Path) -> str:
 
 def versions() -> dict[str, str]:
     return {package: installed.version for package in PACKAGES for installed in distributions(name=package)}
-
-
-def age_histogram(metrics: Mapping[str, Any]) -> tuple[list[int], list[float]] | None:
-    """Histogram (counts, bin edges) of trained rows by the age of their image; None if none were trained."""
-    if not (rows := by_age(metrics, "kept_of")):
-        return None
-    ages = range(max(rows) + 1)
-    return [int(rows[age]) for age in ages], [age - 0.5 for age in range(len(ages) + 1)]
 
 
 class Monitor:

@@ -24,6 +24,7 @@ ATTEMPT = "an attempt begins"
 
 # Attempts to take the lock, and seconds between them: `is_held` in another process holds it very briefly.
 LOCK_ATTEMPTS, LOCK_PAUSE = 4, 0.05
+IN_USE = "output_dir={} is in use by another running controller"
 
 
 def is_held(lock: Path) -> bool:
@@ -75,21 +76,12 @@ class RunDirectory:
         )
 
     def claim(self) -> None:
-        """Raises ConfigError if `create` would do so; used by `dry_run`. It removes what it creates for the test."""
-        missing = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
-        lock = self.root / ".lock"
-        new = not lock.exists()
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            self.release()
-        except OSError as error:
-            raise ConfigError(f"output_dir={self.root} cannot be written: {error.strerror}") from error
-        finally:
-            if new and lock.exists():
-                lock.unlink()
-            for folder in filter(Path.is_dir, missing):
-                folder.rmdir()
+        """Raises ConfigError if `create` would do so, as far as can be told without creating anything."""
+        folder = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(f"output_dir={self.root} cannot be written: {folder} is no folder to write in")
+        if is_held(self.root / ".lock"):
+            raise ConfigError(IN_USE.format(self.root))
 
     def create(self, config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> None:
         """Makes the folders, takes the lock (until `release`) and writes the resolved configuration.
@@ -117,7 +109,7 @@ class RunDirectory:
             except BlockingIOError:
                 if left == 0:
                     os.close(lock)
-                    raise ConfigError(f"output_dir={self.root} is in use by another running controller") from None
+                    raise ConfigError(IN_USE.format(self.root)) from None
                 time.sleep(LOCK_PAUSE)
         self._lock = lock
 

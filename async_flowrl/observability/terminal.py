@@ -3,18 +3,13 @@
 import io
 import logging
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from async_flowrl.config import exit_codes
 
 logger = logging.getLogger(__name__)
-
-# Lines are not wrapped if the terminal has fewer columns than this.
-MIN_WIDTH = 30
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
@@ -56,16 +51,5 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def named_lines(rows: Sequence[tuple[str, object]], label: int) -> str:
-    """The rows (name, sentence) as text. A name takes `label` columns and one space; wrapped lines are indented so."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    return "".join(_line(name, str(sentence), label, width) for name, sentence in rows)
-
-
-def _line(name: str, sentence: str, label: int, width: int) -> str:
-    start, indent = f"{name:{label}} ", " " * (label + 1)
-    if width < MIN_WIDTH:
-        return f"{start}{sentence}\n"
-    pieces = textwrap.wrap(
-        sentence, width, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(pieces or [start]) + "\n"
+    """The rows (name, sentence) as text. A name takes `label` columns and one space."""
+    return "".join(f"{name:{label}} {sentence}\n" for name, sentence in rows)

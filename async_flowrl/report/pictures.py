@@ -38,7 +38,7 @@ def pictures_of(run: Records) -> dict[str, Any] | None:
         which = {"version": evaluation.version, "baseline": evaluation.baseline, "folder": folder_of(evaluation)}
         evaluations.append({**which, "prompts": prompts})
     return {
-        "prompts": [{"place": place, "text": texts[place][:MAX_PROMPT]} for place in sorted(texts)],
+        "prompts": [{"place": place, "text": _short(texts[place])} for place in sorted(texts)],
         "evaluations": evaluations,
         "count": len(kept),
     }
@@ -62,6 +62,10 @@ def _prompt(entry: dict[str, Any], evaluation: Evaluation) -> dict[str, Any]:
     }
     texts = [caption(entry["extras"], image) for image in range(count)]
     return {"files": entry["files"], "scores": scores, **({"said": texts} if any(texts) else {})}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_PROMPT else f"{text[:MAX_PROMPT]}… ({len(text):,} characters)"
 
 
 def data_uri(folder: Path, below: str) -> str | None:

@@ -202,9 +202,8 @@ class Ending:
     def quiet(self) -> bool:
         return self.prepared.config.console == "quiet"
 
-    def say(self, label: str, text: object, *, whole: bool = False) -> None:
-        """Prints a line. `whole`: it is not wrapped, because it is a path or a command that people copy."""
-        say(f"{label:{LABEL_CHARACTERS}} {text}\n" if whole else named_lines([(label, text)], LABEL_CHARACTERS))
+    def say(self, label: str, text: object) -> None:
+        say(named_lines([(label, text)], LABEL_CHARACTERS))
 
     @property
     def goes_on(self) -> str:
@@ -227,7 +226,7 @@ def conclude(ending: Ending, summary: Mapping[str, Any]) -> int:
     for sentence in summary["failed"]:
         ending.say("failed", sentence)
     if not ending.quiet:
-        ending.say("next", following(ending, summary, early=early), whole=True)
+        ending.say("next", following(ending, summary, early=early))
     if early:
         return stop.code
     return exit_codes.INCOMPLETE if summary["failed"] else exit_codes.OK
@@ -244,8 +243,8 @@ def results(ending: Ending, summary: Mapping[str, Any]) -> None:
     trained = (TRAINED[tune], directory.trained(tune))
     for label, path in (trained, ("report", directory.report), ("images", directory.images)):
         if path != directory.report or path.exists():
-            say(label, path, whole=True)
-    say("summary", directory.summary, whole=True)
+            say(label, path)
+    say("summary", directory.summary)
     for sentence in summary["warnings"][:MAX_WARNINGS]:
         say("warning", sentence)
     if len(summary["warnings"]) > MAX_WARNINGS:
@@ -291,7 +290,7 @@ def after_failure(ending: Ending) -> None:
     """Prints how to continue a run that failed; prints nothing without a checkpoint or with `console=quiet`."""
     path = find_checkpoint(ending.directory.checkpoints, shares=False)
     if path is not None and not ending.quiet:
-        ending.say("next", f"{ending.goes_on} (goes on from step {checkpoint_step(path)})", whole=True)
+        ending.say("next", f"{ending.goes_on} (goes on from step {checkpoint_step(path)})")
 
 
 def shown(path: Path) -> str:

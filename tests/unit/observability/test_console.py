@@ -49,8 +49,8 @@ def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFix
         lines.log(step, METRICS)
     lines.evaluation(100, {"reward/mean": 0.5, "reward/change": 0.25, "reward/change_high": 0.26})
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "step 1/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:50"
-    assert said[99] == "step 100/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:00"
+    assert said[0] == "step 1/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:00:50"
+    assert said[99] == "step 100/100 | reward 0.2500 | staleness 1 | 0.50 s/step | ETA 0:00:00"
     assert said[100:] == ["evaluation of version 100: reward 0.5000 (+0.25 ± 0.01)"]
 
 
@@ -88,7 +88,7 @@ def test_the_bar_shows_progress_reward_staleness_and_the_last_warning() -> None:
     assert "evaluation of version 50: reward 0.5000" in said and "after the end" not in said
     plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", said)
     above, below = plain.strip().splitlines()[-2:]
-    assert "50/100" in above and "ETA 0:25" in above
+    assert "50/100" in above and "ETA 0:00:25" in above
     assert "reward 0.2500 | staleness 1 | 0.50 s/step | last warning: one two" in below
     assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l"), "the cursor is visible"
 
