@@ -58,7 +58,8 @@ class Split:
 
     def compute(self, took: Measured) -> float:
         """Seconds per step of generation and training alone, side by side or, on shared devices, in turns."""
-        return recorded_placement(self.placement).step_seconds(took.generation / self.rollout, took.update / self.trainer)
+        generation, update = took.generation / self.rollout, took.update / self.trainer
+        return recorded_placement(self.placement).step_seconds(generation, update)
 
 
 def measured(run: Path) -> tuple[Config, Measured]:

@@ -49,4 +49,4 @@ def test_processes_that_sample_and_train_are_judged(config: Config) -> None:
     both = [PoolSpec("shared", "a:b", 1, gpus_per_worker=1.0)]
     assert devices(config, both, [machine("a", LARGE)]).status == OK
     found = devices(config, both, [machine("a", SMALL)])
-    assert found.status == FAILED and "a process that samples and trains holds" in found.sentence
+    assert found.status == FAILED and "a process that samples and trains needs" in found.sentence
