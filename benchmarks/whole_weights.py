@@ -114,11 +114,11 @@ async def measure(megabytes: float, receivers: int, bucket: int, repeats: int) -
         ranks, workers = groups["trainer"].workers, groups["rollout"].workers
         await join_process_group(groups["trainer"], timeout=SECONDS)
         await asyncio.gather(*(rank.call("open", bucket) for rank in ranks))
-        sender = ShardedWeights(groups["trainer"]).sender(config, "object_store", lambda header: None)
+        sender = ShardedWeights(groups["trainer"]).sender(config, lambda header: None)
         options = DeliveryOptions(retries=0, deadline=SECONDS, retain=1)
         delivery = Delivery(sender, replace=lost, options=options)
         for worker in workers:
-            await delivery.join(RolloutEndpoint(worker, ListObserver(), "object_store"))
+            await delivery.join(RolloutEndpoint(worker, ListObserver()))
         for version in range(WARM_UP + repeats):
             await asyncio.gather(*(rank.call("train", version) for rank in ranks))
             began = time.perf_counter()

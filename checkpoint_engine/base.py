@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoint_engine.digest import ByteArray, combine
 from checkpoint_engine.layout import Layout
+from checkpoint_engine.process_group import Epoch
 
 MAX_FAN_OUT = 32
 """Largest number of receivers that one process serves on each level of the tree."""
@@ -100,6 +101,17 @@ class SenderEndpoint(Protocol):
 
     async def release(self, version: int) -> None: ...
 
+    # Only for a delivery with a CollectiveBroadcast; behind them is a CollectiveSender (collective.py).
+    async def address(self) -> tuple[str, int]: ...
+    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
+    async def draft(self, version: int) -> Draft: ...
+    async def ready(self, epoch: int, draft: Draft) -> None: ...
+    async def send(self, draft: Draft) -> None:
+        """Broadcasts the version and seals it meanwhile."""
+
+    async def abort_group(self) -> None:
+        """Aborts the group; it must be possible while `send` is under way."""
+
 
 class ReceiverEndpoint(Protocol):
     """One receiver as a Delivery calls it; behind it is a `Receiver`. `name` is unique among the receivers."""
@@ -113,6 +125,12 @@ class ReceiverEndpoint(Protocol):
 
     async def relay(self, header: Header, slot: str) -> Any:
         """Returns a payload of a version that this receiver retains, to be sent to other receivers."""
+
+    # Only for a delivery with a CollectiveBroadcast; behind them is a CollectiveReceiver (collective.py).
+    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
+    async def ready(self, epoch: int, draft: Draft) -> None: ...
+    async def accept(self, draft: Draft) -> Ack: ...
+    async def abort_group(self) -> None: ...
 
 
 @dataclass(frozen=True)

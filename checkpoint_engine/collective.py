@@ -23,15 +23,19 @@ from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, 
 from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.receiver import Receiver
 from checkpoint_engine.side_stream import SideStream, concrete, on
+from checkpoint_engine.transports import GLOO, make_link
 
 
 class Member:
     """Membership of one process in the group of each epoch. Any thread may call `abort` at any time."""
 
-    def __init__(self, link: Callable[[], Link], device: torch.device | str = "cpu") -> None:
-        """`link` makes an epoch's Link, whose buffers are on `device`; `cuda` is the calling thread's current GPU."""
-        self._make, self._device = link, concrete(device)
-        self._side = SideStream.of(self._device)
+    def __init__(
+        self, device: torch.device | str = "cpu", make: Callable[[str, torch.device], Link] = make_link
+    ) -> None:
+        """`device`: of versions; `cuda` is the calling thread's current GPU. `make(transport, device)` makes a Link."""
+        self._make, self._home = make, concrete(device)
+        self._device = self._home  # Device of the link's buffers.
+        self._side: SideStream | None = None
         self._link: Link | None = None
         self._epoch: Epoch | None = None
         self._stores: list[Store] = []
@@ -39,7 +43,10 @@ class Member:
         self._aborted = threading.Event()
 
     def open(self, epoch: Epoch, rank: int) -> None:
-        """Joins the epoch's group at the store that the sender serves. Raises TransferFailed, also if aborted."""
+        """Joins the epoch's group at the store that the sender serves. Raises TransferFailed, also if aborted.
+
+        Raises ValueError for a transport that cannot be used with this device, or whose library is missing.
+        """
         # A separate thread does the work, because torch cannot be interrupted and exceeds its time-out if peers are
         # missing.
 
@@ -47,6 +54,8 @@ class Member:
             return TransferFailed(f"epoch {epoch.number} could not be opened as rank {rank}: {why}")
 
         self.abort()
+        self._device = torch.device("cpu") if epoch.transport == GLOO else self._home
+        self._side = SideStream.of(self._device)
         aborted = self._aborted = threading.Event()
         meeting: Future[tuple[Link, list[Store]]] = Future()
         _beside("open-group", lambda: self._meet(meeting, epoch, rank))
@@ -69,7 +78,7 @@ class Member:
         """Opens the link on a new store connection, as that of an earlier epoch may still wait for a missing peer."""
         link = None
         try:
-            link = self._make()
+            link = self._make(epoch.transport, self._device)
             store = TCPStore(epoch.host, epoch.port, None, False, epoch.setup, wait_for_workers=False)
             prefixed = PrefixStore(epoch.prefix, store)
             with on(self._side):
@@ -148,21 +157,20 @@ class Member:
 
 
 class CollectiveSender:
-    """The sending process's side: serves the store and broadcasts a publisher's versions; see GroupSender."""
+    """The sending process's side: serves the store and broadcasts a publisher's versions; see SenderEndpoint."""
 
-    def __init__(self, publisher: SealedVersions, member: Member, *, host: str = "127.0.0.1") -> None:
-        self._publisher, self._member, self._host = publisher, member, host
+    def __init__(self, publisher: SealedVersions, member: Member) -> None:
+        self._publisher, self._member = publisher, member
         self._server: TCPStore | None = None
 
-    def address(self) -> tuple[str, int]:
+    def address(self, host: str = "127.0.0.1") -> tuple[str, int]:
         """Returns host and port of the store where members meet; the store lives as long as this object."""
         if self._server is None:
             limit = timedelta(seconds=300)
-            self._server = TCPStore(self._host, 0, None, True, limit, wait_for_workers=False)
-        return self._host, self._server.port
+            self._server = TCPStore(host, 0, None, True, limit, wait_for_workers=False)
+        return host, self._server.port
 
     def open(self, epoch: Epoch, rank: int = SENDER) -> None:
-        self.address()
         self._member.open(epoch, rank)
 
     def draft(self, version: int) -> Draft:
@@ -184,7 +192,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """Takes broadcasts for a Receiver, which verifies them; see GroupReceiver."""
+    """Takes broadcasts for a Receiver, which verifies them; see ReceiverEndpoint."""
 
     def __init__(self, receiver: Receiver, member: Member) -> None:
         self._receiver, self._member = receiver, member

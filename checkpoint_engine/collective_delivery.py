@@ -4,9 +4,9 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint, leaders
+from checkpoint_engine.base import Ack, Draft, ReceiverEndpoint, SenderEndpoint, leaders
 from checkpoint_engine.errors import MemberBusy, TransferFailed, Verdict, error_names, verdict
 from checkpoint_engine.process_group import MIN_BYTES_PER_SECOND, SENDER, Epoch
 
@@ -20,39 +20,12 @@ MAX_MEMBERS = 64  # Largest number of receivers that are all in the group; if th
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
 
-class GroupSender(Protocol):
-    """Asynchronous calls of the sending process; behind them is a CollectiveSender (collective.py)."""
-
-    async def address(self) -> tuple[str, int]: ...
-    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
-    async def draft(self, version: int) -> Draft: ...
-    async def ready(self, epoch: int, draft: Draft) -> None: ...
-    async def send(self, draft: Draft) -> None:
-        """Broadcasts the version and seals it meanwhile."""
-
-    async def abort_group(self) -> None:
-        """Aborts the group; it must be possible while `send` is under way."""
-
-
-@runtime_checkable
-class GroupReceiver(Protocol):
-    """Methods of a ReceiverEndpoint that can join groups; behind them is a CollectiveReceiver (collective.py)."""
-
-    name: str
-    node: str
-
-    async def open_group(self, epoch: Epoch, rank: int) -> None: ...
-    async def ready(self, epoch: int, draft: Draft) -> None: ...
-    async def accept(self, draft: Draft) -> Ack: ...
-    async def abort_group(self) -> None: ...
-
-
 class CollectiveBroadcast:
     """Broadcasts versions to groups of receivers. Deliveries may share one; its broadcasts run one after another."""
 
     def __init__(
         self,
-        sender: GroupSender,
+        sender: SenderEndpoint,
         *,
         name: str = "gloo",
         setup_seconds: float = 60.0,
@@ -70,7 +43,7 @@ class CollectiveBroadcast:
         self._max_members = max_members
         self._secret = secrets.token_hex(16)
         self._number = 0
-        self._members: tuple[GroupReceiver, ...] = ()
+        self._members: tuple[ReceiverEndpoint, ...] = ()
         self._in_a_row = 0
         self._order = asyncio.Lock()
 
@@ -83,10 +56,10 @@ class CollectiveBroadcast:
         transports are returned, not raised. Raises MemberBusy, and broadcasts nothing, while a member is among the
         `busy` receivers, to which an earlier version or one to evaluate is being sent.
         """
-        if self._is_off or not _able([*receivers, *busy]):
+        if self._is_off or not (receivers or busy):
             return {}
         async with self._order:
-            members = self._who(_able(receivers), _able(busy))
+            members = self._who(receivers, busy)
             try:
                 async with asyncio.timeout(self._sender_seconds):
                     draft = await self._sender.draft(version)
@@ -105,7 +78,7 @@ class CollectiveBroadcast:
     async def regroup(self, receivers: Sequence[ReceiverEndpoint]) -> None:
         """Forms a new group, in the background, with the receivers that came after the present one was formed."""
         async with self._order:
-            members = self._chosen(_able(receivers))
+            members = self._chosen(receivers)
             if self._is_off or not set(self._members) < set(members):
                 return
             try:
@@ -124,7 +97,7 @@ class CollectiveBroadcast:
     def _is_off(self) -> bool:
         return self._in_a_row >= MAX_FAILURES_IN_A_ROW
 
-    def _who(self, idle: Sequence[GroupReceiver], busy: Sequence[GroupReceiver]) -> tuple[GroupReceiver, ...]:
+    def _who(self, idle: Sequence[ReceiverEndpoint], busy: Sequence[ReceiverEndpoint]) -> tuple[ReceiverEndpoint, ...]:
         # The members: of the present group, or of a new one if one has left. MemberBusy if one of them, or every
         # receiver, is.
         stays = bool(self._members) and set(self._members) <= {*idle, *busy}
@@ -133,7 +106,7 @@ class CollectiveBroadcast:
             raise MemberBusy(f"busy with an earlier delivery: {', '.join(receiver.name for receiver in late)}")
         return self._members if stays else tuple(self._chosen(idle))
 
-    def _chosen(self, receivers: Sequence[GroupReceiver]) -> list[GroupReceiver]:
+    def _chosen(self, receivers: Sequence[ReceiverEndpoint]) -> list[ReceiverEndpoint]:
         """Returns all receivers, or, of more than `max_members`, one per node, preferably a present member."""
         if not self.has_leaders(len(receivers)):
             return list(receivers)
@@ -141,7 +114,7 @@ class CollectiveBroadcast:
         by_name = {receiver.name: receiver for receiver in [*here, *receivers]}
         return [by_name[name] for name in leaders({name: receiver.node for name, receiver in by_name.items()})]
 
-    async def _meet(self, members: Sequence[GroupReceiver]) -> None:
+    async def _meet(self, members: Sequence[ReceiverEndpoint]) -> None:
         if set(members) == set(self._members):
             return
         self._members = ()
@@ -150,7 +123,7 @@ class CollectiveBroadcast:
         seconds = self._setup_seconds + SETUP_SECONDS_PER_MEMBER * world
         async with asyncio.timeout(self._sender_seconds):
             host, port = await self._sender.address()
-        epoch = Epoch(self._number, self._secret, host, port, world, self._ready_seconds, seconds)
+        epoch = Epoch(self.name, self._number, self._secret, host, port, world, self._ready_seconds, seconds)
         joins = [member.open_group(epoch, rank) for rank, member in enumerate(members, start=SENDER + 1)]
         loop = asyncio.get_running_loop()
         opening = [loop.create_task(call) for call in [self._sender.open_group(epoch, SENDER), *joins]]
@@ -164,7 +137,7 @@ class CollectiveBroadcast:
             await _ended(opening)
         self._members = tuple(members)
 
-    async def _turn_back(self, opening: "Sequence[asyncio.Task[None]]", members: Sequence[GroupReceiver]) -> None:
+    async def _turn_back(self, opening: "Sequence[asyncio.Task[None]]", members: Sequence[ReceiverEndpoint]) -> None:
         # Aborts the opening of an epoch, so that members do not wait for a missing one; again and again, because it may
         # arrive before the call that it must end.
         loop = asyncio.get_running_loop()
@@ -173,7 +146,7 @@ class CollectiveBroadcast:
             await self._abort(members)
             await asyncio.wait(waiting, timeout=ABORT_AGAIN_SECONDS)
 
-    async def _enter(self, draft: Draft, members: Sequence[GroupReceiver]) -> "dict[str, asyncio.Task[Ack]]":
+    async def _enter(self, draft: Draft, members: Sequence[ReceiverEndpoint]) -> "dict[str, asyncio.Task[Ack]]":
         # Returns member → task that receives the broadcast. It is started right after the question whether the member
         # is ready, which saves one round trip.
         # The task is started right after the question whether the member is ready, which saves one round trip.
@@ -190,7 +163,7 @@ class CollectiveBroadcast:
         return accepting
 
     async def _exchange(
-        self, draft: Draft, members: Sequence[GroupReceiver], accepting: "dict[str, asyncio.Task[Ack]]"
+        self, draft: Draft, members: Sequence[ReceiverEndpoint], accepting: "dict[str, asyncio.Task[Ack]]"
     ) -> dict[str, Ack | BaseException]:
         # The first failure of the transport aborts the others.
         loop = asyncio.get_running_loop()
@@ -215,7 +188,7 @@ class CollectiveBroadcast:
             raise error
         return results
 
-    async def _give_up(self, what: str, members: Sequence[GroupReceiver], errors: Sequence[BaseException]) -> None:
+    async def _give_up(self, what: str, members: Sequence[ReceiverEndpoint], errors: Sequence[BaseException]) -> None:
         # Failures that a member's death explains do not count against the transport.
         self.failures += 1
         self._in_a_row += not any(verdict(error) is Verdict.REPLACE for error in errors)
@@ -224,17 +197,13 @@ class CollectiveBroadcast:
         after = f"; {self.name} is not tried again" if self._is_off else ""
         logger.warning("%s: %s%s", what, repr(errors[0]), after)
 
-    async def _abort(self, members: Sequence[GroupReceiver]) -> None:
+    async def _abort(self, members: Sequence[ReceiverEndpoint]) -> None:
         # Members that cannot be reached are only logged.
         calls = [self._sender.abort_group(), *(member.abort_group() for member in members)]
         limited = (asyncio.wait_for(call, self._ready_seconds) for call in calls)
         for error in await asyncio.gather(*limited, return_exceptions=True):
             if isinstance(error, BaseException):
                 logger.info("abort not delivered: %r", error)
-
-
-def _able(receivers: Sequence[ReceiverEndpoint]) -> list[GroupReceiver]:
-    return [receiver for receiver in receivers if isinstance(receiver, GroupReceiver)]
 
 
 async def _ended(tasks: "Sequence[asyncio.Task[Any]]") -> None:

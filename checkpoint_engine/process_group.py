@@ -41,6 +41,7 @@ class Epoch:
     A collective may take `seconds` plus its bytes / MIN_BYTES_PER_SECOND.
     """
 
+    transport: str
     number: int
     secret: str
     host: str

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import SENDER, Epoch, Limit, bucket_bytes
-from checkpoint_engine.side_stream import concrete, cuda
+from checkpoint_engine.side_stream import cuda
 
 UNIQUE_ID_KEY = "nccl-unique-id"
 
@@ -39,9 +39,9 @@ def load_nccl() -> Any:
 class PyncclLink:
     """A Link (process_group.py) with one NCCL communicator and one CUDA stream of its own."""
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
+    def __init__(self, device: torch.device) -> None:
         self._nccl = load_nccl()
-        self._device = concrete(device)
+        self._device = device
         self._communicator: Any = None
         self._stream: Any = None
         self._asking = threading.Lock()

@@ -31,14 +31,13 @@ class TrainerEndpoint:
         self,
         ranks: Sequence[Worker],
         config: Config,
-        transport: str,
         on_sealed: Callable[[Header], None],
         *,
         stream: str = POLICY,
     ) -> None:
         """`on_sealed` gets every version's header before a receiver can acknowledge it; `ranks` are all ranks."""
         self._first, self._ranks, self._config = ranks[0], ranks[:1], config
-        self._transport, self._on_sealed, self._stream = transport, on_sealed, stream
+        self._on_sealed, self._stream = on_sealed, stream
 
     async def stage(self, version: int) -> None:
         await self._all("sender.stage", version, self._stream, lane="main")
@@ -75,7 +74,7 @@ class TrainerEndpoint:
         return await self._split("sender.canary_again", lane="main")
 
     async def address(self) -> tuple[str, int]:
-        address: tuple[str, int] = await self._call("collective.address", self._transport, self._first.node)
+        address: tuple[str, int] = await self._call("collective.address", self._first.node)
         return address
 
     async def draft(self, version: int) -> Draft:
@@ -85,13 +84,13 @@ class TrainerEndpoint:
     # The failure of a collective is not the rank's: the version then goes by the object store.
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self._first.call("sender.collective.sender.open", epoch, rank, lane=PUBLISHING)
+        await self._first.call("sender.collective.open", epoch, rank, lane=PUBLISHING)
 
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self._first.call("sender.collective.sender.ready", epoch, draft, lane=PUBLISHING)
+        await self._first.call("sender.collective.ready", epoch, draft, lane=PUBLISHING)
 
     async def send(self, draft: Draft) -> None:
-        await self._first.call("sender.collective.sender.send", draft, lane=PUBLISHING)
+        await self._first.call("sender.collective.send", draft, lane=PUBLISHING)
 
     async def abort_group(self) -> None:
         await self._first.call("sender.collective.abort", lane=CONTROL)
@@ -139,7 +138,6 @@ class GatheredEndpoint(TrainerEndpoint):
         self,
         ranks: Sequence[Worker],
         config: Config,
-        transport: str,
         on_sealed: Callable[[Header], None],
         *,
         stream: str = POLICY,
@@ -147,7 +145,7 @@ class GatheredEndpoint(TrainerEndpoint):
         gathering: asyncio.Lock,
     ) -> None:
         """`training` is held during every call to train, and `gathering` during every gather, of any stream."""
-        super().__init__(ranks, config, transport, on_sealed, stream=stream)
+        super().__init__(ranks, config, on_sealed, stream=stream)
         self._ranks, self._training, self._gathering = ranks, training, gathering
         self._sealed: tuple[int, Header] | None = None
 
@@ -198,7 +196,7 @@ class EmaEndpoint(TrainerEndpoint):
     def __init__(
         self, ranks: Sequence[Worker], config: Config, on_sealed: Callable[[Header], None], **locks: asyncio.Lock
     ) -> None:
-        super().__init__(ranks, config, "", on_sealed, stream=EMA, **locks)
+        super().__init__(ranks, config, on_sealed, stream=EMA, **locks)
         self._headers: dict[int, Header] = {}
 
     async def retain(self, version: int) -> None:
@@ -229,8 +227,8 @@ class GatheredEmaEndpoint(EmaEndpoint, GatheredEndpoint):
 class RolloutEndpoint:
     """One rollout worker as a receiver. Each receipt is recorded as a span (a timed event) by `observer`."""
 
-    def __init__(self, worker: Worker, observer: EventLog, transport: str) -> None:
-        self.worker, self._observer, self._transport = worker, observer, transport
+    def __init__(self, worker: Worker, observer: EventLog) -> None:
+        self.worker, self._observer = worker, observer
         self.name, self.node = worker.name, worker.node
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
@@ -246,13 +244,13 @@ class RolloutEndpoint:
         return reference
 
     async def open_group(self, epoch: Epoch, rank: int) -> None:
-        await self._deliver("collective.open", self._transport, epoch, rank)
+        await self._deliver("collective.open", epoch, rank)
 
     async def ready(self, epoch: int, draft: Draft) -> None:
-        await self._deliver("collective.receiver.ready", epoch, draft)
+        await self._deliver("collective.ready", epoch, draft)
 
     async def accept(self, draft: Draft) -> Ack:
-        ack: Ack = await self._deliver("collective.receiver.accept", draft)
+        ack: Ack = await self._deliver("collective.accept", draft)
         return ack
 
     async def abort_group(self) -> None:

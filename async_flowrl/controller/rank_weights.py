@@ -36,8 +36,8 @@ class ReplicatedWeights:
     def ranks(self) -> Sequence[Worker]:
         return self._pool.workers
 
-    def sender(self, config: Config, transport: str, on_sealed: OnSealed) -> TrainerEndpoint:
-        return TrainerEndpoint(self.ranks, config, transport, on_sealed)
+    def sender(self, config: Config, on_sealed: OnSealed) -> TrainerEndpoint:
+        return TrainerEndpoint(self.ranks, config, on_sealed)
 
     def average_sender(self, config: Config, on_sealed: OnSealed) -> EmaEndpoint:
         return EmaEndpoint(self.ranks, config, on_sealed)
@@ -70,10 +70,8 @@ class ShardedWeights(ReplicatedWeights):
         self.training = self._training = asyncio.Lock()
         self._gathering = asyncio.Lock()
 
-    def sender(self, config: Config, transport: str, on_sealed: OnSealed) -> TrainerEndpoint:
-        return GatheredEndpoint(
-            self.ranks, config, transport, on_sealed, training=self._training, gathering=self._gathering
-        )
+    def sender(self, config: Config, on_sealed: OnSealed) -> TrainerEndpoint:
+        return GatheredEndpoint(self.ranks, config, on_sealed, training=self._training, gathering=self._gathering)
 
     def average_sender(self, config: Config, on_sealed: OnSealed) -> EmaEndpoint:
         return GatheredEmaEndpoint(self.ranks, config, on_sealed, training=self._training, gathering=self._gathering)

@@ -39,7 +39,6 @@ class WorkerProof:
     config: Config
     observer: EventLog
     sender: TrainerEndpoint
-    transport: str
     header: Header = field(init=False)
     payload: Any = None  # A reference to the canary's bytes in the object store.
     # Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py).
@@ -60,7 +59,7 @@ class WorkerProof:
 
     async def _deliver(self, worker: Worker) -> None:
         retries = self.config.checkpoint_engine.retries
-        end = RolloutEndpoint(worker, self.observer, self.transport)
+        end = RolloutEndpoint(worker, self.observer)
         for attempt in range(retries + 1):
             try:
                 await in_time(self.config, f"canary to {worker.name}", end.receive(self.header, self.payload))
@@ -111,8 +110,8 @@ class PublishedWeights:
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sender = self.trained.sender(self.config, self.transport, self.sealed)
-        self.proof = WorkerProof(self.config, self.observer, self.sender, self.transport)
+        self.sender = self.trained.sender(self.config, self.sealed)
+        self.proof = WorkerProof(self.config, self.observer, self.sender)
 
     async def publish_first(self) -> None:
         """Checks all present workers with the canary, then publishes the versions that the first tickets name."""
@@ -260,7 +259,7 @@ class PublishedWeights:
             await self._join(worker, [])
 
     async def _join(self, worker: Worker, versions: list[int]) -> None:
-        end = self.placement.endpoint(worker, self.observer, self.transport)
+        end = self.placement.endpoint(worker, self.observer)
         await self.delivery.join(end, versions)
         for average in self._deliveries[1:]:
             await average.join(end, [] if self._delivered is None else [self._delivered])

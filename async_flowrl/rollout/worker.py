@@ -39,7 +39,7 @@ from async_flowrl.types import (
 )
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine.transports import ReceivingEnd
+from checkpoint_engine.collective import CollectiveReceiver, Member
 from separation.node import bind
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RolloutWorker:
         self._profiler = StepProfiler(config, name)
         self.engine: RolloutEngine
         self.receiver: Receiver
-        self.collective: ReceivingEnd
+        self.collective: CollectiveReceiver
 
     def load(self) -> dict[str, str]:
         """Loads the model and returns {"base_digest": digest of the base weights}; the trainer's must be equal."""
@@ -97,7 +97,7 @@ class RolloutWorker:
             rank=tuning.rank,
             on_host=self.config.versions_on_host,
         )
-        self.collective = ReceivingEnd(self.receiver)
+        self.collective = CollectiveReceiver(self.receiver, Member(self.receiver.slot_device))
         return {"base_digest": self.base_digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:

@@ -19,13 +19,13 @@ from ray.exceptions import RayActorError
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from checkpoint_engine.base import RING, Header
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.process_group import SENDER, Epoch, TorchLink
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
-from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL, make_member
+from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL
 
 TENSORS = 32
 """Number of tensors of a payload, each of the same size."""
@@ -74,7 +74,7 @@ class Side:
         """Opens a torch process group for `broadcast`, in addition to the transport's own: NCCL on GPUs, else gloo."""
         store = TCPStore(host, port, None, False, timedelta(seconds=GROUP_SECONDS), wait_for_workers=False)
         self._link = TorchLink(NCCL if self._device == "cuda" else GLOO)
-        self._link.open(PrefixStore("raw", store), Epoch(0, "raw", host, port, world, GROUP_SECONDS), rank)
+        self._link.open(PrefixStore("raw", store), Epoch("gloo", 0, "raw", host, port, world, GROUP_SECONDS), rank)
 
     def broadcast(self) -> None:
         """Runs the bare collective: one broadcast of all bytes."""
@@ -96,7 +96,7 @@ class Sending(Side):
         super().__init__(transport, megabytes)
         self.publisher = Publisher(self.tensors, retain=1)
         if transport != OBJECT_STORE:
-            self.group = CollectiveSender(self.publisher, make_member(transport, self._device))
+            self.group = CollectiveSender(self.publisher, Member(self._device))
 
     def train(self, version: int) -> None:
         """Stands for a training step: fills the tensors, and the second buffer, with the version's number."""
@@ -117,7 +117,7 @@ class Receiving(Side):
         self.receiver = Receiver(self.tensors, capacity=1)
         self._payload = self.receiver.live  # instead of a third buffer
         if transport != OBJECT_STORE:
-            self.group = CollectiveReceiver(self.receiver, make_member(transport, self._device))
+            self.group = CollectiveReceiver(self.receiver, Member(self._device))
 
     def get(self, data: ByteArray) -> None:
         """Second part of the bare transfer by the object store: copies the array, which Ray maps from there."""
@@ -177,7 +177,7 @@ class End:
 
 
 class SenderEnd(End):
-    """The sending actor as a SenderEndpoint and a GroupSender."""
+    """The sending actor as a SenderEndpoint."""
 
     stage, seal = remote("publisher.stage", MAIN), remote("publisher.seal")
     hold, release = remote("publisher.hold"), remote("publisher.release")
@@ -192,7 +192,7 @@ class SenderEnd(End):
 
 
 class ReceiverEnd(End):
-    """A receiving actor as a ReceiverEndpoint and a GroupReceiver."""
+    """A receiving actor as a ReceiverEndpoint."""
 
     receive, accept = remote("receiver.receive"), remote("group.accept")
 

@@ -30,7 +30,7 @@ from checkpoint_engine import RING, Ack, Draft, Header, Publisher, Receiver, Tra
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.process_group import Epoch
-from checkpoint_engine.transports import OBJECT_STORE, make_member
+from checkpoint_engine.transports import OBJECT_STORE
 
 Channel = tuple[Connection, Connection]
 """One end of a channel: the connection for calls and the connection for aborts."""
@@ -46,7 +46,7 @@ def channel(context: BaseContext) -> tuple[Channel, Channel]:
 
 def member_for(transport: str) -> Member | None:
     """Returns `member` for `ProcessSender` and `serve`; None for the transport object_store (shared memory)."""
-    return None if transport == OBJECT_STORE else make_member(transport)
+    return None if transport == OBJECT_STORE else Member()
 
 
 class SharedPayload:

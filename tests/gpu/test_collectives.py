@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
-from checkpoint_engine.transports import make_member
 from tests.gpu.member_tensors import PRETENDED, tensors
 
 DEVICES = 3
@@ -52,8 +51,8 @@ def rank_of(number: int, transport: str, mode: str, ours: Connection) -> None:
 
 def _sending(transport: str, mode: str, ours: Connection) -> None:
     publisher = Publisher(tensors())
-    sender = CollectiveSender(publisher, make_member(transport, "cuda"))
-    epoch = Epoch(1, "secret", *sender.address(), DEVICES, PATIENCE.get(mode, 60.0), 60.0)
+    sender = CollectiveSender(publisher, Member("cuda"))
+    epoch = Epoch(transport, 1, "secret", *sender.address(), DEVICES, PATIENCE.get(mode, 60.0), 60.0)
     ours.send(epoch)
     publisher.stage(0)
     sender.open(epoch)
@@ -67,7 +66,7 @@ def _sending(transport: str, mode: str, ours: Connection) -> None:
 def _receiving(number: int, transport: str, mode: str, ours: Connection) -> None:
     epoch = ours.recv()
     receiver = Receiver(tensors(fill=0.0))
-    taking = CollectiveReceiver(receiver, make_member(transport, "cuda"))
+    taking = CollectiveReceiver(receiver, Member("cuda"))
     taking.open(epoch, number)
     draft = Publisher(tensors()).draft(0)
     taking.ready(1, draft)

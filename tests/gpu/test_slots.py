@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveSender
+from checkpoint_engine.collective import CollectiveSender, Member
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.side_stream import HostCopy, PinnedBlocks, SideStream
-from checkpoint_engine.transports import make_member
 from tests.gpu.member_tensors import on_pretended, tensors
 
 pytestmark = [
@@ -22,8 +21,8 @@ pytestmark = [
 
 def alone(transport: str, publisher: Publisher) -> CollectiveSender:
     """A sender that is the only member of its group."""
-    sender = CollectiveSender(publisher, make_member(transport, "cuda"))
-    sender.open(Epoch(0, "secret", *sender.address(), 1, 60.0))
+    sender = CollectiveSender(publisher, Member("cuda"))
+    sender.open(Epoch(transport, 0, "secret", *sender.address(), 1, 60.0))
     return sender
 
 

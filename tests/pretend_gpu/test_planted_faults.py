@@ -11,10 +11,9 @@ from pretended import cuda, report
 from torch import Tensor
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveSender
+from checkpoint_engine.collective import CollectiveSender, Member
 from checkpoint_engine.errors import EngineError, TransferFailed
 from checkpoint_engine.process_group import Epoch
-from checkpoint_engine.transports import make_member
 
 VERSIONS = 4
 PATIENCE = 1.0
@@ -92,7 +91,7 @@ def test_numpy_of_a_device_tensor() -> None:
 @pytest.mark.parametrize("missing", [False, True], ids=["slow set-up", "missing peer"])
 def test_a_group_that_takes_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch, missing: bool) -> None:
     """It is given up by name and in time, though NCCL goes on; and the next one works."""
-    sender = CollectiveSender(Publisher({"a": torch.zeros(64, device="cuda")}), make_member("nccl", "cuda"))
+    sender = CollectiveSender(Publisher({"a": torch.zeros(64, device="cuda")}), Member("cuda"))
     monkeypatch.setenv("PRETEND_NCCL_SETUP", "0" if missing else str(2 * PATIENCE))
     began = time.monotonic()
     with pytest.raises(TransferFailed, match="epoch 1 could not be opened as rank 0"):
@@ -106,4 +105,4 @@ def test_a_group_that_takes_longer_than_its_deadline(monkeypatch: pytest.MonkeyP
 def epoch(sender: CollectiveSender, number: int, *, members: int) -> Epoch:
     host, port = sender.address()
     seconds = {field.name: PATIENCE for field in fields(Epoch) if field.name not in IDENTITY}
-    return Epoch(number, "secret", host, port, members, **seconds)
+    return Epoch("nccl", number, "secret", host, port, members, **seconds)

@@ -31,7 +31,7 @@ class Rank:
     def __init__(
         self, store: Any, index: int, size: int, layout: Layout, seconds: float, options: Mapping[str, Any]
     ) -> None:
-        self.group = gloo_group(store, index, Epoch(0, "", "127.0.0.1", 1, size, seconds))
+        self.group = gloo_group(store, index, Epoch("gloo", 0, "", "127.0.0.1", 1, size, seconds))
         self.gather = Gather(layout, self.group, **options)
         self.versions = GatheredVersions(self.gather, "policy")
         self._layout = shard_layout(layout, size, index, options.get("alignment", 256))

@@ -29,7 +29,7 @@ class Local:
         self, receiver: Receiver, name: str, link: Callable[[], TorchLink] = lambda: TorchLink("gloo")
     ) -> None:
         self.receiver, self.name = receiver, name
-        self.group = CollectiveReceiver(receiver, Member(link))
+        self.group = CollectiveReceiver(receiver, Member(make=lambda transport, device: link()))
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
         return await asyncio.to_thread(self.receiver.receive, header, read(payload.reference), slot)
@@ -84,7 +84,7 @@ class LinkedRig:
     def __init__(self, tensors: dict[str, Tensor], *, link: Callable[[], TorchLink] | None = None) -> None:
         self.tensors = tensors
         self.publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-        self.sender = ProcessSender(self.publisher, member=Member(gloo))
+        self.sender = ProcessSender(self.publisher, member=Member())
         self.replaced: list[str] = []
         self.broadcast = CollectiveBroadcast(self.sender, setup_seconds=PATIENCE, ready_seconds=PATIENCE)
         self.delivery = Delivery(self.sender, replace=self.replace, broadcast=self.broadcast)

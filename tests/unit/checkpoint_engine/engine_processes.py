@@ -70,7 +70,7 @@ def receiving(
     links_module.BUCKET_BYTES = BUCKET_BYTES
     zeros = {name: torch.zeros_like(tensor) for name, tensor in lora(**shape).items()}
     receiver = Receiver(zeros, alpha=ALPHA, rank=RANK, capacity=capacity)
-    member = Member(lambda: FaultyLink(fault)) if fault else member_for(transport)
+    member = Member(make=lambda transport, device: FaultyLink(fault)) if fault else member_for(transport)
     with serve(connections, receiver, member=member), contextlib.suppress(EOFError):
         while True:
             results.send(_answer(receiver, *results.recv()))

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
 from checkpoint_engine.process_group import Epoch
-from checkpoint_engine.transports import make_member
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, lora
 
 STEPS = 20
@@ -55,14 +54,14 @@ def deliver(delivered: list[str], stop: threading.Event) -> None:
     """Epoch after epoch with a receiver in another thread, until training is over."""
     tensors = lora(width=256)
     publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-    sender = CollectiveSender(publisher, make_member("gloo"))
+    sender = CollectiveSender(publisher, Member())
     receiver = Receiver({n: torch.zeros_like(t) for n, t in tensors.items()}, alpha=ALPHA, rank=RANK)
-    taking = CollectiveReceiver(receiver, make_member("gloo"))
+    taking = CollectiveReceiver(receiver, Member())
     while len(delivered) < 3 or not stop.is_set():
         version = len(delivered)
         publisher.stage(version)
         header = publisher.seal(version)
-        epoch = Epoch(version, "secret", *sender.address(), world=2, seconds=120.0)
+        epoch = Epoch("gloo", version, "secret", *sender.address(), world=2, seconds=120.0)
         joining = threading.Thread(target=taking.open, args=(epoch, 1))
         joining.start()
         sender.open(epoch)

@@ -8,8 +8,7 @@ import pytest
 
 from checkpoint_engine import TransferFailed
 from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
-from checkpoint_engine.process_group import Epoch, TorchLink
-from checkpoint_engine.transports import make_member
+from checkpoint_engine.process_group import Epoch
 from tests.support.forked import CONTEXT
 from tests.unit.checkpoint_engine.engine_parts import ends, lora, sealed
 from tests.unit.checkpoint_engine.engine_processes import SECONDS
@@ -42,22 +41,22 @@ def test_fsdp_on_the_default_group_trains_the_same_weights_beside_deliveries(tmp
 
 def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> None:
     publisher, receiver = ends(lora())
-    sender, taking = CollectiveSender(publisher, make_member("gloo")), CollectiveReceiver(receiver, make_member("gloo"))
+    sender, taking = CollectiveSender(publisher, Member()), CollectiveReceiver(receiver, Member())
     header, _ = sealed(publisher, 0)
     host, port = sender.address()
-    strange = Member(lambda: TorchLink("gloo"))
+    strange = Member()
     errors: list[str] = []
 
     def intrude() -> None:
         try:
-            strange.open(Epoch(1, "guess", host, port, world=2, seconds=1.0), 1)
+            strange.open(Epoch("gloo", 1, "guess", host, port, world=2, seconds=1.0), 1)
         except TransferFailed as error:
             errors.append(str(error))
 
     stranger = threading.Thread(target=intrude)
     stranger.start()
     time.sleep(0.2)
-    epoch = Epoch(1, "secret", host, port, world=2, seconds=120.0)
+    epoch = Epoch("gloo", 1, "secret", host, port, world=2, seconds=120.0)
     joining = threading.Thread(target=taking.open, args=(epoch, 1))
     joining.start()
     sender.open(epoch)

@@ -49,8 +49,8 @@ class Handed:
 
 
 def taking(receiver: object, link: Link) -> CollectiveReceiver:
-    member = Member(lambda: link)
-    member._link, member._epoch = link, links_module.Epoch(1, "secret", "h", 1, 2, 5.0)
+    member = Member(make=lambda transport, device: link)
+    member._link, member._epoch = link, links_module.Epoch("gloo", 1, "secret", "h", 1, 2, 5.0)
     return CollectiveReceiver(receiver, member)  # type: ignore[arg-type]
 
 

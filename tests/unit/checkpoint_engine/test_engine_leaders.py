@@ -9,7 +9,6 @@ from checkpoint_engine import RING, Delivery, Header, Publisher, Receiver, Trans
 from checkpoint_engine.base import leaders, parents
 from checkpoint_engine.collective import Member
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from checkpoint_engine.process_group import TorchLink
 from examples.checkpoint_engine.processes import ProcessSender, SharedPayload
 from tests.unit.checkpoint_engine.engine_local import Local
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, lora
@@ -36,7 +35,7 @@ def test_a_group_above_the_limit_has_one_member_per_node_and_everyone_gets_the_v
     async def main() -> None:
         tensors = lora(width=128)
         publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-        sender = ProcessSender(publisher, member=Member(lambda: TorchLink("gloo")))
+        sender = ProcessSender(publisher, member=Member())
 
         async def replace(name: str, error: BaseException) -> None:
             raise AssertionError(f"{name} was given up") from error

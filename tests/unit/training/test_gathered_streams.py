@@ -88,7 +88,7 @@ def with_two_ranks(test: Callable[[Site], Awaitable[None]]) -> None:
             await join_process_group(pool, timeout=300)
             await together(*(rank.call("load") for rank in pool.workers))
             weights = ShardedWeights(pool)
-            sender = weights.sender(config, "object_store", lambda header: headers.update({header.version: header}))
+            sender = weights.sender(config, lambda header: headers.update({header.version: header}))
             canary = await sender.canary()
             delivery = Delivery(sender, replace=replace, options=DeliveryOptions(deadline=SECONDS, retain=2))
             async with asyncio.timeout(SECONDS):
