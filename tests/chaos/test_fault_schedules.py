@@ -8,8 +8,8 @@ from tests.chaos.fault_schedules import HORIZON_SECONDS, PAIRS, coverage, fatal,
 
 pytestmark = pytest.mark.chaos
 
-SEEDS, FIRST = 32 * len(PAIRS), 3 * len(PAIRS)
-"""Of `make test-slow`, and those of them that `make test` runs: 32 and 3 for each cell of the chaos matrix."""
+SEEDS, FIRST = 32 * len(PAIRS), 2 * len(PAIRS)
+"""Of `make test-slow`, and those of them that `make test` runs: 32 and 2 for each cell of the chaos matrix."""
 CHUNK = len(PAIRS)
 EXTRA: tuple[int, ...] = (968,)
 """Seeds beyond these that failed once: they stay."""
@@ -30,7 +30,7 @@ def test_every_cell_is_hit_often_enough(seeds: int, record_property: Callable[[s
     """`python -m tests.chaos.fault_schedules 0 1408` prints the table."""
     ended = [outcome(seed) for seed in range(seeds)]
     record_property("coverage", report(ended))
-    min_hits = seeds // len(PAIRS) - 2
+    min_hits = max(1, seeds // len(PAIRS) - 2)
     hits = coverage(ended)
     assert {pair: hits[pair] for pair in PAIRS if hits[pair] < min_hits} == {}
     survived = coverage([each for each in ended if each.how == "success"])

@@ -11,7 +11,7 @@ from tests.chaos.shared_schedules import MODES, PAIRS, PER_CELL, make_schedule, 
 
 pytestmark = pytest.mark.chaos
 
-SEEDS, FIRST = PER_CELL * len(PAIRS), 2 * len(PAIRS)
+SEEDS, FIRST = PER_CELL * len(PAIRS), len(PAIRS)
 """Of `make test-slow`, and those of them that `make test` runs."""
 CHUNK = len(PAIRS)
 EXTRA: tuple[int, ...] = ()
