@@ -14,8 +14,7 @@ from async_flowrl.config.paths import config_dir, find_data
 from async_flowrl.config.resolution import in_pixels, in_words, pixels
 from async_flowrl.config.schema import DataConfig, ModelConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import divided, evaluation_rows, open_split
-from async_flowrl.data.prompts import COLUMNS, SIZES, Keys
-from async_flowrl.data.rows import LineRows
+from async_flowrl.data.prompts import COLUMNS, Keys
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies.registry import LengthCheck, resolve_model, shapes_of
@@ -25,9 +24,6 @@ from async_flowrl.types import EVALUATION, TRAIN, Prompt
 ROWS_SHOWN = 3
 SIZES_SHOWN = 8
 MAX_SHOWN = 400  # Largest number of characters shown of one value.
-FIELDS = {"negative_prompt": "negative prompt", "system_prompt": "system prompt", "target": "target"} | dict.fromkeys(
-    SIZES, "the size of its images"
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,18 +104,17 @@ def look(
 
 
 def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) -> str:
-    """Returns the page: layout, counts, columns, the first rows, and the refused rows with their places.
+    """Returns the page: counts, columns, the first rows, and the refused rows with their places.
 
     `evaluation` says in words which prompts are evaluated. `cut` is the number of prompts of which the text encoder
     reads only a part; None if no model was named.
     """
     lines = [
         ("file", str(scan.rows.path)),
-        ("layout", layout(scan)),
         ("prompts", _counts(scan, evaluation)),
         ("longest", f"{scan.longest:,} characters, {scan.rows.where(scan.longest_row)}") if scan.longest else None,
         ("cut", f"{cut:,} prompts are longer than the text encoder reads") if cut is not None else None,
-        ("sizes", sizes(scan)) if scan.sizes else None,
+        ("sizes", _sizes(scan)) if scan.sizes else None,
         ("weights", _weights(train.weights)) if train.weights is not None and len(train) else None,
     ]
     parts = ["\n".join(f"{name:10} {text}" for name, text in filter(None, lines))]
@@ -130,64 +125,29 @@ def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) ->
     return "\n\n".join(parts) + "\n"
 
 
-def sizes(scan: Scan) -> str:
-    """Returns the image sizes that prompts set themselves, in words."""
-    some = sorted(scan.sizes, key=pixels)
-    shown = ", ".join(in_words(size) for size in some[:SIZES_SHOWN])
-    more = f" … and {len(some) - SIZES_SHOWN:,} more" if len(some) > SIZES_SHOWN else ""
-    rest = len(scan.places) - scan.sized
-    others = f"; rollout.resolution says that of the other {rest:,}" if rest else ""
-    return f"{shown}{more} px (height × width) by {scan.sized:,} prompts themselves{others}"
-
-
-def layout(scan: Scan) -> str:
-    """Returns the file format in words, and the project that writes such files if it is recognised."""
-    columns, count = scan.columns, len(scan.places)
-    if isinstance(scan.rows, LineRows) and scan.rows.path.suffix == ".txt":
-        quoted = "; target between the first pair of double quotes"
-        if scan.targets and scan.targets == count:
-            return f"txt, one prompt per line{quoted} (flow_grpo's OCR)"
-        some = f"{quoted} in {scan.targets:,} of them" if scan.targets else " (flow_grpo's PickScore)"
-        return f"txt, one prompt per line{some}"
-    form = "jsonl, one object per line" if isinstance(scan.rows, LineRows) else "table, one prompt per row"
-    if {"tag", "include"} <= columns.keys():
-        return f"{form} (GenEval: tag, include, exclude, …)"
-    if "reward_model" in columns:
-        return f"{form} (verl: chat messages, reward_model.ground_truth, …)"
-    return form
-
-
 def columns(scan: Scan) -> list[str]:
     """Returns one line per column: its name, its use, and the number of rows that have it."""
-    total = len(scan.rows)
-    lines = []
-    for name, count in scan.columns.items():
-        share = "" if count == total else f" (in {count:,} of {total:,} rows)"
-        lines.append(f"{name} → {_goes(name, scan.keys)}{share}")
+    uses = {scan.keys.prompt: "the prompt", scan.keys.weight: "the weight"} | dict.fromkeys(COLUMNS, "read as such")
+    lines = [
+        f"{name} → {uses.get(name, 'metadata, for the reward')}, in {count:,} of {len(scan.rows):,} rows"
+        for name, count in scan.columns.items()
+    ]
     return lines + [f"{name} → left out, as it holds bytes" for name in scan.rows.left_out]
-
-
-def _goes(name: str, keys: Keys) -> str:
-    if name == keys.prompt:
-        return "the prompt"
-    if name == keys.weight:
-        return "the weight"
-    if name in COLUMNS:
-        return FIELDS.get(name, f"{name.removesuffix('_token_ids').replace('_', ' ')}'s token ids")
-    return "target (ground_truth) and metadata" if name == "reward_model" else "metadata, for the reward"
 
 
 def _counts(scan: Scan, evaluation: str) -> str:
     whole = Prompts(scan)
-    duplicates = f", {whole.duplicates:,} of them duplicates by their text" if whole.duplicates else ""
-    read = f"{len(whole):,} of {len(scan.rows):,} rows can be read{duplicates}"
+    read = f"{len(whole):,} of {len(scan.rows):,} rows can be read, {whole.duplicates:,} of them duplicates by text"
     return "; ".join(filter(None, (read, evaluation, f"{scan.targets:,} have a target")))
 
 
 def _weights(weights: Weights) -> str:
-    zero = int((weights == 0).sum())
-    never = f"; {zero:,} of them 0, which is never drawn" if zero else ""
-    return f"{weights.min():g} to {weights.max():g}, {weights.mean():.4g} on average{never}"
+    return f"{weights.min():g} to {weights.max():g}, {weights.mean():.4g} on average"
+
+
+def _sizes(scan: Scan) -> str:
+    listed = ", ".join(in_words(size) for size in sorted(scan.sizes, key=pixels)[:SIZES_SHOWN])
+    return f"{len(scan.sizes):,} (height × width) by {scan.sized:,} prompts themselves: {listed}"
 
 
 def _row(prompts: Prompts, index: int) -> list[str]:
