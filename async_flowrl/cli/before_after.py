@@ -93,15 +93,14 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
 
 
 def check_sizes(job: Job) -> None:
-    """Raises ValueError if the model cannot make an image's size; the message names the prompt that brings the size."""
+    """Raises ValueError if the model cannot make an image's size; the message names the first prompt of that size."""
     model = resolve_model(job.config.model)
     places = {job.resolution(place): place for place in reversed(range(len(job.prompts)))}
-    for size, place in sorted(places.items(), key=lambda item: item[1]):
+    for size, place in reversed(places.items()):
         try:
             shapes_of(model, size)
         except ValueError as error:
-            from_prompt = not job.one_size and job.prompts[place].resolution is not None
-            raise ValueError(f"{f'prompt {place}: ' if from_prompt else ''}{error}") from error
+            raise ValueError(f"prompt {place}: {error}") from error
 
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:
@@ -228,37 +227,36 @@ def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str,
 
 
 RESULTS, GRID = "evaluation.json", "before_after.png"
+HEAD = ("score", "kind", "before", "after", "difference [95 %]", "images improved")
 _MAX_SCORES = 4  # Largest number of score lines below an image.
 
 
 def table(comparison: Comparison) -> str:
-    """One row per score: means ± half their 95 % intervals before and after, and the paired difference likewise."""
+    """One row per score: means before and after, and the paired difference with its 95 % interval."""
     job, how = comparison.job, from_config(comparison.job.config).sampling
-    sizes = sizes_of(comparison)
     title = (
         f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "
-        f"at {', '.join(map(in_words, sizes))} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
+        f"at {', '.join(map(in_words, sizes_of(comparison)))} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
     )
-    rows = []
-    for name, row in comparison.rows.items():
-        label = name if name == TOTAL or row.kind != "held_out" else f"{name} (held out)"
-        rows.append((label, _mean(row.before), _mean(row.after), _difference(row.difference), f"{row.improved:.0%}"))
-    return f"{title}\n{format_table(('score', 'before', 'after', 'difference [95 %]', 'images improved'), rows)}\n"
+    return f"{title}\n{format_table(HEAD, score_rows(as_json(comparison)['rewards']))}\n"
+
+
+def score_rows(rewards: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The cells below HEAD, from `rewards` of evaluation.json. Raises KeyError or TypeError if they are none."""
+    rows: list[tuple[str, ...]] = []
+    for name, row in rewards.items():
+        mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
+        interval = "" if low is None else f" [{low:+.4g}, {high:+.4g}]"
+        before, after = (f"{row[side]['mean']:.4g}" for side in ("before", "after"))
+        rows.append(
+            (name, row["kind"].replace("_", " "), before, after, f"{mean:+.4g}{interval}", f"{row['improved']:.0%}")
+        )
+    return rows
 
 
 def sizes_of(comparison: Comparison) -> list[Resolution]:
     sizes = {comparison.job.resolution(place) for place in range(len(comparison.job.prompts))}
     return sorted(sizes, key=lambda size: (pixels(size), height_width(size)))
-
-
-def _mean(estimate: Estimate) -> str:
-    return f"{estimate.mean:.4g}" + ("" if estimate.high is None else f" ± {estimate.high - estimate.mean:.2g}")
-
-
-def _difference(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.mean:+.4g}"
-    return f"{estimate.mean:+.4g} [{estimate.low:+.4g}, {estimate.high:+.4g}]"
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns 0 if every score was measured, 3 if one is missing, 2 for wrong arguments or files, and 1 if the server of a
     reward failed.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("separation").setLevel(logging.WARNING)  # hides the normal end of a reward's server
     try:
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_codes.INCOMPLETE if comparison.missing else exit_codes.OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    command_line = argparse.ArgumentParser(
         prog="async-flowrl evaluate",
         description="Scores before and after: of the base model, and with a LoRA or trained weights.",
     )
-    option = parser.add_argument
+    option = command_line.add_argument
     option("source", type=Path, metavar="RUN_OR_LORA", help="a run directory, a LoRA of any format, or RUN/transformer")
     option("--lora", type=Path, help="with a run directory: another LoRA than its own")
     option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
@@ -66,4 +66,4 @@ def _parser() -> argparse.ArgumentParser:
         "--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default: what the prompt or the run says)"
     )
     option("--out", type=Path, help="a folder for evaluation.json and before_after.png")
-    return parser
+    return command_line

@@ -80,14 +80,6 @@ class Job:
         }
 
 
-def job_of_run(config: Config, trained: Path) -> Job:
-    """Returns the job that repeats a run's last evaluation of `trained`.
-
-    ValueError if rewards or prompts can't be used.
-    """
-    return _job(config, trained, _run_terms(config), None, (config.evaluate.seed,))
-
-
 def job_of(options: Namespace) -> Job:
     """Returns the job that the command line asks for. Raises ValueError with one sentence if it cannot be evaluated."""
     for name in ("images", "seeds", "steps", "max_prompts"):
@@ -97,31 +89,27 @@ def job_of(options: Namespace) -> Job:
         raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {options.seed}")
     config, trained = _origin(options)
     _sampling(config, options)
-    terms = _run_terms(config)
+    terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}
+    terms |= {name: (term, HELD_OUT) for name, term in config.evaluate.reward.terms.items()}
     if options.reward:
         terms = _named_terms(options.reward, {name: term for name, (term, _) in terms.items()})
     elif not terms:
         raise ValueError("--reward is needed: the weights are not of a run, whose rewards could be taken")
-    prompts = None if options.prompts is None else str(options.prompts.expanduser())
-    if prompts is None and not config.data.train:
-        raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")
-    if prompts is not None:
-        config.evaluate.max_prompts = options.max_prompts or sys.maxsize
-    seed = config.evaluate.seed
-    job = _job(config, trained, terms, prompts, tuple(range(seed, seed + (options.seeds or 1))))
-    return replace(job, one_size=options.resolution is not None)
-
-
-def _job(
-    config: Config, trained: Path, terms: Mapping[str, tuple[RewardTerm, str]], file: str | None, seeds: tuple[int, ...]
-) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
-    needs_target = check_rewards(whole)
-    available, chosen = _prompts(config, file, needs_target=needs_target)
+    available, chosen = _prompts(config, options, needs_target=check_rewards(whole))
     prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
     check_prompts(whole, prompts)
-    kinds = {name: kind for name, (_, kind) in terms.items()}
-    return Job(config, trained, whole.terms, kinds, prompts, chosen, seeds)
+    seed = config.evaluate.seed
+    return Job(
+        config=config,
+        trained_weights=trained,
+        terms=whole.terms,
+        kinds={name: kind for name, (_, kind) in terms.items()},
+        prompts=prompts,
+        chosen=chosen,
+        seeds=tuple(range(seed, seed + (options.seeds or 1))),
+        one_size=options.resolution is not None,
+    )
 
 
 def _origin(options: Namespace) -> tuple[Config, Path]:
@@ -159,11 +147,6 @@ def _sampling(config: Config, options: Namespace) -> None:
             rollout.true_cfg_scale = options.guidance
 
 
-def _run_terms(config: Config) -> dict[str, tuple[RewardTerm, str]]:
-    terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}
-    return terms | {name: (term, HELD_OUT) for name, term in config.evaluate.reward.terms.items()}
-
-
 def _named_terms(names: Sequence[str], run_terms: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
     """Returns the terms of `--reward` by name: a run's term, a registered reward, `pkg.module:attr`, `file.py:attr`."""
     terms: dict[str, tuple[RewardTerm, str]] = {}
@@ -175,12 +158,16 @@ def _named_terms(names: Sequence[str], run_terms: Mapping[str, RewardTerm]) -> d
     return terms
 
 
-def _prompts(config: Config, file: str | None, *, needs_target: bool) -> tuple[Sequence[Prompt], str]:
-    if file is None:
-        data = load_data(config.data, needs_target=needs_target)
-        return data.evaluation, data.chosen
-    alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
-    return load_data(alone, needs_target=needs_target).train, f"of {file}"
+def _prompts(config: Config, options: Namespace, *, needs_target: bool) -> tuple[Sequence[Prompt], str]:
+    if options.prompts is not None:
+        config.evaluate.max_prompts = options.max_prompts or sys.maxsize
+        file = str(options.prompts.expanduser())
+        alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
+        return load_data(alone, needs_target=needs_target).train, f"of {file}"
+    if not config.data.train:
+        raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")
+    data = load_data(config.data, needs_target=needs_target)
+    return data.evaluation, data.chosen
 
 
 @asynccontextmanager

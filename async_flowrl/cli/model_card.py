@@ -10,11 +10,12 @@ from typing import Any
 
 from PIL import Image
 
+from async_flowrl.cli.before_after import GRID, HEAD, RESULTS, score_rows
 from async_flowrl.cli.export_source import PEFT, Source
 from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, usual
 from async_flowrl.config.compose import record_of, typed_command
 from async_flowrl.config.resolution import configured, in_pixels
-from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.schema import RewardTerm
 from async_flowrl.observability.evaluations import (
     Evaluation,
     between,
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 README, NEW_README, CURVE = "README.md", "README.new.md", "curve.png"
 _GAP = 16  # Pixels between the images before and after.
 TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
-# Files that `async-flowrl evaluate … --out FOLDER` writes into FOLDER.
-RESULTS, GRID = "evaluation.json", "before_after.png"
 
 
 def write_card(
@@ -83,11 +82,9 @@ def _ours(path: Path) -> bool:
 
 
 def _origin(source: Source, base: str | None) -> str:
-    model = base or _unpublished(source)
+    model = base or (f"`{Path(source.model.path).name}`" if source.model else "a base model that is not recorded")
     if source.whole is not None:
-        frozen = [] if source.config is None else source.config.full.freeze
-        which = f"its weights but {', '.join(f'`{layer}`' for layer in frozen)}" if frozen else "all of its weights"
-        what = f"The transformer of {model}, {which} trained"
+        what = f"The transformer of {model}, trained"
     else:
         lora = source.lora
         what = f"A LoRA (rank {lora.rank}, alpha {lora.alpha:g}, {len(lora.tensors) // 2} layers) for {model}, trained"
@@ -98,18 +95,12 @@ def _origin(source: Source, base: str | None) -> str:
     return f"{what} by reinforcement learning with async_flowrl. These are the weights{step}{part}."
 
 
-def _unpublished(source: Source) -> str:
-    if source.model is None:
-        return "a base model that is not recorded"
-    name = "the tiny random model" if source.model.path == "tiny" else f"`{Path(source.model.path).name}`"
-    return f"{name} (not a model of the Hub)"
-
-
 def _training(source: Source) -> list[str]:
     if source.config is None:
         return []
     config = source.config
     held_out, evaluated = config.evaluate.reward.terms, config.data.evaluation
+    sizes = ", ".join(in_pixels(size) for size in configured(config.rollout))
     rows = [
         ("algorithm", f"`{config.algorithm.name}`"),
         ("trained reward", _terms(config.reward.terms)),
@@ -120,16 +111,10 @@ def _training(source: Source) -> list[str]:
         ("images per step", f"{config.prompts_per_step} prompts × {config.group_size}"),
         ("learning rate", f"{config.trainer.learning_rate:g}"),
         ("max_staleness", str(config.max_staleness)),
-        ("resolution and denoising steps", f"{_sizes(config)}, {config.rollout.num_inference_steps}"),
+        ("resolution and denoising steps", f"{sizes}, {config.rollout.num_inference_steps}"),
         ("seed", str(config.seed)),
     ]
     return ["## Training\n\n" + markdown_table(("setting", "value"), rows)]
-
-
-def _sizes(config: Config) -> str:
-    sizes = ", ".join(in_pixels(size) for size in configured(config.rollout))
-    # The prompt file may no longer exist, so only its name is used; a .txt file cannot give prompts a size.
-    return sizes if config.data.train.endswith(".txt") else f"{sizes} where a prompt brings no size of its own"
 
 
 def _terms(terms: Mapping[str, RewardTerm]) -> str:
@@ -158,8 +143,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     """Reads the results that `async-flowrl evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
         results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
-        for name, row in results["rewards"].items():
-            _row(name, row)
+        score_rows(results["rewards"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"--evaluation {folder} is no folder of async-flowrl evaluate ({why})") from error
@@ -168,20 +152,12 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 def _measured(folder: Path, out: Path) -> str:
     results = read_results(folder)
-    rows = [_row(name, row) for name, row in results["rewards"].items()]
     if (folder / GRID).is_file():
         (out / GRID).write_bytes((folder / GRID).read_bytes())
     how = (
         f"{results['scored']} prompts × {results['images_per_prompt']} images, the same initial noises before and after"
     )
-    return markdown_table(("score", "before", "after", "difference [95 %]", "improved"), rows) + f"\n\n{how}."
-
-
-def _row(name: str, measured: Mapping[str, Any]) -> tuple[str, ...]:
-    difference, share = measured["difference"], measured["improved"]
-    interval = "" if difference["low"] is None else f" [{difference['low']:+.4g}, {difference['high']:+.4g}]"
-    before, after = measured["before"]["mean"], measured["after"]["mean"]
-    return f"`{name}`", f"{before:.4g}", f"{after:.4g}", f"{difference['mean']:+.4g}{interval}", f"{share:.0%}"
+    return f"{markdown_table(HEAD, score_rows(results['rewards']))}\n\n{how}."
 
 
 def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
@@ -230,38 +206,28 @@ def _call(source: Source) -> str:
 
 
 def _usage(source: Source, base: str | None) -> str:
-    name, call = base or "BASE_MODEL", _call(source)
-    dtype = "torch_dtype=torch.bfloat16"
+    name, dtype = base or "BASE_MODEL", "torch_dtype=torch.bfloat16"
     with suppress(ValueError, OSError):  # a model that is not here
         if source.model is not None:
             dtype = f"torch_dtype=torch.{resolve_model(source.model).dtype}"
+    load = f"""pipe = DiffusionPipeline.from_pretrained("{name}", {dtype})
+pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE_NAME}")"""
+    note = f'For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`.'
     if source.whole is not None:
-        return f"""## Use
+        load = f"""transformer = AutoModel.from_pretrained("THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", {dtype})
+pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, {dtype})"""
+        note = "Where the pipeline's other parts lie beside it, that folder is a pipeline of its own."
+    return f"""## Use
 
 ```python
 import torch
 from diffusers import AutoModel, DiffusionPipeline
 
-transformer = AutoModel.from_pretrained(
-    "THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", {dtype}
-)
-pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, {dtype})
-{call}
+{load}
+{_call(source)}
 ```
 
-Where the pipeline's other parts lie beside it, that folder is a pipeline of its own."""
-    return f"""## Use
-
-```python
-import torch
-from diffusers import DiffusionPipeline
-
-pipe = DiffusionPipeline.from_pretrained("{name}", {dtype})
-pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE_NAME}")
-{call}
-```
-
-For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`."""
+{note}"""
 
 
 def _files(out: Path, files: Mapping[str, str]) -> str:
@@ -284,10 +250,8 @@ def _reproduction(source: Source) -> list[str]:
 
 
 def _licence(licence: str | None, base: str | None) -> str:
-    if licence is not None:
-        return f"## Licence\n\n{licence}. The licence of the base model applies as well."
-    of = f"the licence of {base}" if base else "the base model's licence"
-    return f"## Licence\n\nNot chosen yet: replace `license: unknown` above. {of[0].upper()}{of[1:]} applies as well."
+    chosen = licence or "Not chosen yet: replace `license: unknown` above"
+    return f"## Licence\n\n{chosen}. The licence of {base or 'the base model'} applies as well."
 
 
 def digest(file: Path) -> str:

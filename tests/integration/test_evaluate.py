@@ -15,7 +15,8 @@ from PIL import Image
 from async_flowrl.cli import before_after as measure
 from async_flowrl.cli.before_after import Scored
 from async_flowrl.cli.evaluate import main as evaluating
-from async_flowrl.cli.evaluation_job import job_of_run
+from async_flowrl.cli.evaluate import parser
+from async_flowrl.cli.evaluation_job import job_of
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
 from async_flowrl.data.load import load_data
@@ -160,7 +161,7 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
 
 def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A prompt that is skipped once is left out twice; a term that is trained against is better where it is less."""
-    job = job_of_run(read_config(run / "config.yaml"), run / "lora")
+    job = job_of(parser().parse_args([str(run)]))
     before = Scored({"color": {0: (1.0, 2.0), 1: (5.0, 5.0), 2: (3.0, 3.0)}})
     after = Scored({"color": {0: (2.0, 1.0), 2: (4.0, 5.0)}})
     row = measure.row("color", job, before, after)

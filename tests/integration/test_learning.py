@@ -1,11 +1,13 @@
 """Tests that training raises the reward, and that it does not if the reward or the advantages are falsified."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from async_flowrl.cli.before_after import evaluate
-from async_flowrl.cli.evaluation_job import job_of_run
+from async_flowrl.cli.evaluate import parser
+from async_flowrl.cli.evaluation_job import job_of
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import RewardTerm
 from tests.integration.runs import WHOLE, Run, train
@@ -30,8 +32,9 @@ def rise(run: Run, terms: dict[str, RewardTerm] | None = None) -> float:
     """How much more the exported LoRA earns in a fresh pipeline than the base model, on noise never trained on."""
     config = read_config(run.root / "config.yaml")
     assert config.evaluate.seed != config.seed
-    config.reward.terms = terms or COLOR
-    found = evaluate(job_of_run(config, run.root / "lora")).rows["reward"]
+    terms = terms or COLOR
+    job = replace(job_of(parser().parse_args([str(run.root)])), terms=terms, kinds=dict.fromkeys(terms, "trained"))
+    found = evaluate(job).rows["reward"]
     assert found.difference is not None
     return found.difference.mean
 

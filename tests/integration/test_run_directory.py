@@ -10,7 +10,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from async_flowrl.cli.before_after import evaluate
-from async_flowrl.cli.evaluation_job import job_of_run
+from async_flowrl.cli.evaluate import parser
+from async_flowrl.cli.evaluation_job import job_of
 from async_flowrl.cli.export_source import read_source, write_lora
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config
@@ -146,7 +147,7 @@ def test_pictures_show_the_same_noise_with_other_weights(run: Run) -> None:
 
 def test_the_lora_in_a_fresh_pipeline_is_the_trained_model(run: Run, tmp_path: Path) -> None:
     """Its images earn what the run's last evaluation measured, with the same noise."""
-    found = evaluate(job_of_run(read_config(run.root / "config.yaml"), run.root / "lora")).rows["reward"]
+    found = evaluate(job_of(parser().parse_args([str(run.root)]))).rows["reward"]
     before, after = run.metrics[0]["evaluation_before/reward/mean"], run.metrics[-1]["evaluation/reward/mean"]
     assert found.before.mean == pytest.approx(before, abs=1e-4)
     assert found.after is not None and found.after.mean == pytest.approx(after, abs=1e-4)
