@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from checkpoint_engine.digest import ByteArray, combine
+from checkpoint_engine.digest import combine
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.process_group import Epoch
 
@@ -57,11 +55,6 @@ class Header(Draft):
     """16 bytes per tensor, in layout order."""
     digest: str
     """SHA-256 (hex) over all other fields; it identifies these weights."""
-
-    def digest_of(self, buffer: Tensor) -> str:
-        """Returns what `digest` would be with the bytes of a buffer uint8 [nbytes], on any device."""
-        data: ByteArray = buffer.cpu().numpy()
-        return self.sealed(self.layout.digests(data)).digest
 
     def is_consistent(self) -> bool:
         return len(self.digests) == len(self.layout.entries) and self.digest == self.sealed(self.digests).digest

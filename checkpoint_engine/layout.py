@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -153,14 +152,6 @@ def dtype_of(entry: Entry) -> torch.dtype:
     if not isinstance(kind, torch.dtype):
         raise WeightsMismatch(f"{entry.name} has dtype {entry.dtype!r}, which torch does not know")
     return kind
-
-
-def as_bytes(buffer: Tensor | ByteArray) -> ByteArray:
-    """Returns a host buffer as array uint8 [n], without a copy. Raises ValueError if it is not contiguous uint8 [n]."""
-    array = buffer.numpy() if isinstance(buffer, Tensor) else buffer
-    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
-        raise ValueError(f"a payload is contiguous uint8 [n], got {array.dtype} {list(array.shape)}")
-    return array
 
 
 def padded(size: int, alignment: int = ALIGNMENT_BYTES) -> int:

@@ -11,7 +11,7 @@ from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, Draft, Hea
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.errors import TransferCorrupted, VersionGone, WeightsMismatch
 from checkpoint_engine.incremental import Intake
-from checkpoint_engine.layout import Layout, RunningDigests, as_bytes
+from checkpoint_engine.layout import Layout, RunningDigests
 from checkpoint_engine.side_stream import SideStream, on, recorded
 
 SLOTS = (RING, EVALUATION)
@@ -69,7 +69,6 @@ class Receiver:
         self._read: dict[int, Any] = {}
         """Address of a slot → CUDA event after its last activation, on a GPU."""
         self._active: Activation | None = None
-        self._active_header: Header | None = None
         self._lock = threading.Lock()
 
     @property
@@ -83,7 +82,7 @@ class Receiver:
         with self._lock:
             return tuple(sorted((stream, version, slot) for slot, stream, version in self._retained))
 
-    def receive(self, header: Header, buffer: Tensor | ByteArray, slot: str = RING) -> Ack:
+    def receive(self, header: Header, data: ByteArray, slot: str = RING) -> Ack:
         """Verifies a payload uint8 [nbytes] and retains a copy of it, or acknowledges again what it has.
 
         The ring keeps the newest `capacity` versions of a stream, the evaluation slot the last version put there.
@@ -93,7 +92,6 @@ class Receiver:
         self.check(header, slot)
         if not header.is_consistent():
             raise TransferCorrupted(f"{header.title} arrived with a damaged header")
-        data = as_bytes(buffer)
         self._check_length(header, data)
         intake = self.expect(header, slot)
         try:
@@ -162,7 +160,7 @@ class Receiver:
                 self.live.copy_(storage)
                 if self.side is not None:
                     self._read[storage.data_ptr()] = recorded(self.device)
-                self._active, self._active_header = activation, header
+                self._active = activation
             return header.digest
 
     def check_bound(self) -> None:
@@ -172,19 +170,12 @@ class Receiver:
             if entry.nbytes and self.tensors[entry.name].data_ptr() != start + entry.offset:
                 raise WeightsMismatch(f"{entry.name} is not bound to the live buffer any more: its data was replaced")
 
-    def live_digest(self) -> str:
-        """Recomputes the active version's digest from the live bytes. Raises WeightsMismatch if none is active."""
-        with self._lock:
-            if self._active_header is None:
-                raise WeightsMismatch("no version is active yet")
-            return self._active_header.digest_of(self.live)
-
     def clear(self) -> None:
         """Forgets all versions. The live tensors keep their bytes, but no version is active."""
         with self._lock:
             self._spare += [storage for _, storage in self._retained.values()]
             self._retained.clear()
-            self._active = self._active_header = None
+            self._active = None
 
     def _check_scaling(self, header: Draft) -> None:
         for name, sent, expected in (("alpha", header.alpha, self.alpha), ("rank", header.rank, self.rank)):

@@ -12,6 +12,7 @@ from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.side_stream import HostCopy, PinnedBlocks, SideStream
 from tests.gpu.member_tensors import on_pretended, tensors
+from tests.support.live import live_digest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,7 +105,7 @@ def test_a_slot_is_not_written_while_an_activation_reads_it(on_host: bool) -> No
         received.start()
         received.join()
         digest = receiver.activate("policy", version)
-    assert receiver.live_digest() == digest == publisher.payload(5)[0].digest
+    assert live_digest(receiver) == digest == publisher.payload(5)[0].digest
     kept = [storage for _, storage in receiver._retained.values()]
     assert all(storage.is_pinned() if on_host else storage.is_cuda for storage in kept)
 

@@ -19,7 +19,6 @@ from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.training.checkpoint import read_checkpoint
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import Header, Receiver
-from checkpoint_engine.layout import as_bytes
 from tests.integration.runs import Run
 
 
@@ -42,7 +41,7 @@ def watched_receivers() -> Iterator[Received]:
     found, receive, activate = Received(), Receiver.receive, Receiver.activate
 
     def received(self: Receiver, header: Header, buffer: Any, slot: str = "ring") -> Any:
-        found.add(self, header.stream, header.version, as_bytes(buffer).nbytes)
+        found.add(self, header.stream, header.version, buffer.nbytes)
         return receive(self, header, buffer, slot)
 
     def activated(self: Receiver, stream: str, version: int, *, slot: str = "ring") -> str:

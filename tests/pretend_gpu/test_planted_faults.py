@@ -18,7 +18,7 @@ from checkpoint_engine.process_group import Epoch
 VERSIONS = 4
 PATIENCE = 1.0
 """Seconds of a group's deadline."""
-IDENTITY = ("number", "secret", "host", "port", "world")
+IDENTITY = ("transport", "number", "secret", "host", "port", "world")
 """Fields of an epoch that are not deadlines."""
 
 

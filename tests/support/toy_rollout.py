@@ -12,6 +12,7 @@ from async_flowrl.seeds import generator
 from async_flowrl.types import EMA, EVALUATION, POLICY, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import RING, Receiver, binding_probe
+from tests.support.live import live_digest
 from tests.support.toy_weights import LORA, SIZE, toy_lora, toy_tensors
 
 
@@ -48,7 +49,7 @@ class ToyRollout:
         values = noise + 2.0 * noise @ a.T @ b.T
         images = (torch.sigmoid(values) * 255).to(torch.uint8).numpy().reshape(len(values), 1, 1, SIZE)
         trajectory = Trajectory(values.numpy(), (0, 1), (0,), values[:, :1].numpy(), np.zeros(2, np.float32), {})
-        self.watermarks.append((request.version, digest, self.receiver.live_digest()))
+        self.watermarks.append((request.version, digest, live_digest(self.receiver)))
         report = RolloutReport(request.ordinal, request.version, digest, len(images), ())
         return report, images, None if request.kind == EVALUATION else trajectory
 

@@ -21,6 +21,7 @@ from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
 from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, member_for, serve
 from tests.support.forked import CONTEXT
+from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, lora
 
 BUCKET_BYTES = 4096
@@ -79,7 +80,7 @@ def receiving(
 def _answer(receiver: Receiver, question: str, *arguments: Any) -> Any:
     if question == "weights":
         receiver.activate("policy", arguments[0])
-        return {name: tensor.detach().clone() for name, tensor in receiver.tensors.items()}, receiver.live_digest()
+        return {name: tensor.detach().clone() for name, tensor in receiver.tensors.items()}, live_digest(receiver)
     if question == "usage":
         return usage()
     return sample(receiver, *arguments)
@@ -95,10 +96,10 @@ def sample(receiver: Receiver, last: int, seed: int) -> list[tuple[int, str, str
             continue
         version = held[-1][1]
         receiver.activate("policy", version)
-        began = receiver.live_digest()
+        began = live_digest(receiver)
         for _ in range(int(torch.randint(1, 30, ()))):
             work = torch.tanh(work @ work)
-        seen.append((version, began, receiver.live_digest()))
+        seen.append((version, began, live_digest(receiver)))
     return seen
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from checkpoint_engine import CANARY_VERSION, Publisher, Receiver, WeightsMismatch, binding_probe, canary_tensors
 from checkpoint_engine import check_binding as check
+from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, lora, modules_of, sealed
 
 Change = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -26,7 +27,7 @@ def canary(change: Change = dict, *, width: int = 16) -> Receiver:
     publisher.seal(CANARY_VERSION)
     receiver = Receiver(blank(tensors), alpha=ALPHA, rank=RANK)
     receiver.receive(*publisher.payload(CANARY_VERSION))
-    assert receiver.activate("policy", CANARY_VERSION) == receiver.live_digest()
+    assert receiver.activate("policy", CANARY_VERSION) == live_digest(receiver)
     return receiver
 
 

@@ -18,6 +18,7 @@ from checkpoint_engine import (
     VersionGone,
     WeightsMismatch,
 )
+from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, flipped, lora, resealed, sealed
 
 
@@ -29,7 +30,7 @@ def test_delivered_weights_are_the_published_ones_bit_for_bit(dtype: torch.dtype
     header = pickle.loads(pickle.dumps(header))
     assert receiver.receive(header, data) == Ack("policy", 0, header.digest)
     assert receiver.active is None
-    assert receiver.activate("policy", 0) == header.digest == receiver.live_digest()
+    assert receiver.activate("policy", 0) == header.digest == live_digest(receiver)
     assert receiver.active == Activation("policy", 0, header.digest)
     live = receiver.tensors
     assert all(torch.equal(live[name], tensor) for name, tensor in tensors.items())
@@ -45,7 +46,7 @@ def test_addresses_never_change_and_activation_of_older_versions_works() -> None
         for tensor in tensors.values():
             tensor.add_(1.0)
     assert receiver.activate("policy", 1) == digests[1]
-    assert receiver.activate("policy", 0) == digests[0] == receiver.live_digest()
+    assert receiver.activate("policy", 0) == digests[0] == live_digest(receiver)
     assert {n: t.data_ptr() for n, t in receiver.tensors.items()} == before
     assert all(ptr % 64 == 0 for ptr in before.values())
 
@@ -61,10 +62,10 @@ def test_live_bytes_that_something_wrote_last_until_the_next_activation_or_with_
         receiver.receive(*sealed(publisher, version))
     digest = receiver.activate("policy", 1)
     next(iter(receiver.tensors.values())).data.add_(1.0)
-    assert receiver.live_digest() != digest
+    assert live_digest(receiver) != digest
     assert receiver.activate("policy", 1) == digest
-    assert (receiver.live_digest() == digest) == (not on_host)
-    assert receiver.activate("policy", 0) == receiver.live_digest()
+    assert (live_digest(receiver) == digest) == (not on_host)
+    assert receiver.activate("policy", 0) == live_digest(receiver)
 
 
 def test_ring_keeps_the_newest_and_the_evaluation_slot_its_own() -> None:
@@ -163,7 +164,7 @@ def test_two_engines_live_in_one_process() -> None:
         receiver.receive(*sealed(publisher, 0))
         digests.append(receiver.activate("policy", 0))
     assert digests[0] != digests[1]
-    assert [receiver.live_digest() for _, receiver in pairs] == digests
+    assert [live_digest(receiver) for _, receiver in pairs] == digests
     with pytest.raises(WeightsMismatch, match="twice with different contents"):
         pairs[0][1].receive(*pairs[1][0].payload(0))
 
@@ -197,7 +198,7 @@ def test_no_torn_versions_under_load() -> None:
         except WeightsMismatch:
             continue
         values = {name: tensor.clone() for name, tensor in receiver.tensors.items()}
-        assert receiver.live_digest() == digest == published[held[0][1]]
+        assert live_digest(receiver) == digest == published[held[0][1]]
         again = Layout.of(values).views(receiver.live)
         assert all(torch.equal(values[name], again[name]) for name in values)
         pieces += 1

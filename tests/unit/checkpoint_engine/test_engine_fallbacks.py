@@ -12,6 +12,7 @@ from checkpoint_engine import EVALUATION, RING, Ack, Delivery, Header, Publisher
 from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch
+from tests.support.live import live_digest
 from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank
 from tests.unit.checkpoint_engine.engine_virtual import Rig
@@ -120,7 +121,7 @@ class GroupRig(Rig):
         header, _ = self.sender.publisher.payload(newest)
         for member in self.members.values():
             assert self.held(member.name) == [newest - 1, newest]
-            assert member.receiver.activate("policy", newest) == header.digest == member.receiver.live_digest()
+            assert member.receiver.activate("policy", newest) == header.digest == live_digest(member.receiver)
         assert self.replaced == []
 
 

@@ -21,6 +21,7 @@ from checkpoint_engine import (
 )
 from checkpoint_engine.gather import Gather, shard_rows
 from tests.support.gathered import SHAPES, Ranks, weights
+from tests.support.live import live_digest
 
 ONE, OTHER = "blocks.0.weight", "blocks.1.weight"
 
@@ -31,7 +32,7 @@ def live_after(ranks: Ranks, version: int, tensors: dict[str, Tensor]) -> dict[s
     live = {name: torch.zeros(shape, dtype=tensors[name].dtype) for name, shape in SHAPES.items()}
     receiver = Receiver(live, on_host=True)
     receiver.receive(*ranks.ranks[0].versions.payload(version))
-    assert receiver.activate("policy", version) == receiver.live_digest() == header.digest
+    assert receiver.activate("policy", version) == live_digest(receiver) == header.digest
     return live
 
 

@@ -15,6 +15,7 @@ from checkpoint_engine.base import Header
 from checkpoint_engine.collective import CollectiveReceiver, Member
 from checkpoint_engine.incremental import trailer, trailer_bytes
 from checkpoint_engine.process_group import Limit, Link
+from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_local import PAYLOAD, TRAILER, FlippingLink, linked
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, ends, flipped, freeze, lora, sealed
 
@@ -105,7 +106,7 @@ def test_a_bit_flipped_on_the_link_is_cured_by_the_store(lengths: range) -> None
             end = await made.join("a")
             await made.publish(0)
             header = made.publisher.payload(0)[0]
-            assert end.receiver.activate("policy", 0) == header.digest == end.receiver.live_digest()
+            assert end.receiver.activate("policy", 0) == header.digest == live_digest(end.receiver)
             assert (made.delivery.stats.fallbacks, made.broadcast.failures, made.replaced) == (1, 0, [])
 
     asyncio.run(main())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoint_engine import EVALUATION, VersionGone
+from tests.support.live import live_digest
 from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone, flipped
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
@@ -119,7 +120,7 @@ def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -
             receiver = rig.ends[name].receiver
             assert rig.held(name)[-1] == 24
             receiver.activate("policy", 24)
-            assert receiver.live_digest() == rig.sender.publisher.payload(24)[0].digest
+            assert live_digest(receiver) == rig.sender.publisher.payload(24)[0].digest
             assert all((t == 24.0).all() for t in receiver.tensors.values())
         await rig.delivery.close()
 

@@ -16,6 +16,7 @@ from async_flowrl.training.rank_model import base_tensors
 from async_flowrl.types import RolloutReport
 from checkpoint_engine.errors import WeightsMismatch
 from tests.support import trainer_rig as rig
+from tests.support.live import live_digest
 from tests.support.tiny import request
 from tests.support.until import until
 
@@ -76,7 +77,7 @@ def test_it_keeps_the_versions_that_it_makes() -> None:
     ack = one.rollout.keep_local(header)
     assert ack is not None and (ack.version, ack.digest) == (0, header.digest)
     one.rollout.receiver.activate("policy", 0)
-    assert one.rollout.receiver.live_digest() == header.digest
+    assert live_digest(one.rollout.receiver) == header.digest
     one.trainer.versions.of(0)[3] += 1.0
     with pytest.raises(WeightsMismatch, match="trainer-0 made other weights of version 0 than the first rank"):
         one.rollout.keep_local(header, "evaluation")
@@ -107,7 +108,7 @@ def test_versions_are_exchanged_only_in_the_turn_of_a_ticket() -> None:
     def live() -> tuple[int, str]:
         active = one.rollout.receiver.active
         assert active is not None
-        return active.version, one.rollout.receiver.live_digest()
+        return active.version, live_digest(one.rollout.receiver)
 
     sample(0)
     older = live()

@@ -17,6 +17,7 @@ from checkpoint_engine import tensor_probe as probe_of
 from separation.group import WorkerDied, WorkerFailed
 from separation.rendezvous import join_process_group
 from separation.supervise import together
+from tests.support.live import live_digest
 from tests.support.process_pool import ProcessPool
 from tests.unit.training.test_full_shards import full_config
 
@@ -124,7 +125,7 @@ def test_what_arrives_are_the_masters_and_an_older_version_is_gathered_between_t
         for each in (end, late):
             for version, tensors in enumerate(wanted):
                 each.receiver.activate("policy", version)
-                assert each.receiver.live_digest() == site.headers[version].digest
+                assert live_digest(each.receiver) == site.headers[version].digest
                 live = each.receiver.tensors
                 assert all(torch.equal(live[name], torch.from_numpy(tensors[name])) for name in tensors)
         assert site.delivery.stats.corrupt == 1 and site.replaced == []
@@ -155,6 +156,6 @@ def test_a_rank_killed_in_a_bucket_of_a_gather_is_known_to_be_dead_and_nothing_t
         assert site.replaced == [], "receivers are not to blame"
         assert end.receiver.held() == held and other.receiver.held() == ()
         end.receiver.activate("policy", held[-1][1])
-        assert end.receiver.live_digest() == site.headers[held[-1][1]].digest
+        assert live_digest(end.receiver) == site.headers[held[-1][1]].digest
 
     with_two_ranks(test)
