@@ -21,20 +21,17 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from async_flowrl.cli.scorer import Full, PendingRequest, Refused, Score, Scorer, Settings, Share, call
+from async_flowrl.cli.scorer import PendingRequest, Refused, Score, Scorer
 from async_flowrl.config.messages import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused
+from async_flowrl.rewards.call import call
 from async_flowrl.rewards.http_contract import HEALTH, PATH, ContractError, Limits, ScoreRequest
 from async_flowrl.types import Prompt
 
 LOOPBACK = "127.0.0.1"
 ALL_BYTES_FACTOR = 4  # Default of --max-all-bytes, as a multiple of --max-bytes.
-# Seconds without a new request after which a connection is closed.  uvicorn itself would wait for a connection's first
-# request without limit.
-ASK_SECONDS = 20.0
 
 
 class ServeError(ValueError):
@@ -62,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--max-waiting", type=int, default=16, help="requests that may wait (default: %(default)s)")
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
-    """Returns the settings of parsed arguments. ServeError for limits below 1, or a public address without a token."""
+def settings_of(options: argparse.Namespace) -> tuple[Limits, str | None]:
+    """Returns limits and token of the arguments. ServeError for limits below 1, or a public address without a token."""
     if options.max_all_bytes is None:
         options.max_all_bytes = ALL_BYTES_FACTOR * options.max_bytes
     for name in ("max_bytes", "max_images", "max_pixels", "max_all_pixels", "max_waiting"):
@@ -79,8 +76,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
             f"--host {options.host} is not this machine alone: others could have images scored here; name a token with "
             f"--token-env or --token-file, or listen at {LOOPBACK}"
         )
-    limits = Limits(options.max_bytes, options.max_images, options.max_pixels, options.max_all_pixels)
-    return Settings(token, limits, options.max_waiting, options.max_all_bytes)
+    per_request = options.max_bytes, options.max_images, options.max_pixels, options.max_all_pixels
+    return Limits(*per_request, options.max_waiting, options.max_all_bytes), token
 
 
 def read_token(variable: str | None, file: Path | None) -> str | None:
@@ -115,7 +112,7 @@ def serve(score: Score, options: argparse.Namespace, what: str) -> int:
 
     Raises ServeError if a setting is wrong, the warm-up fails, or the address cannot be listened at.
     """
-    settings = settings_of(options)
+    limits, token = settings_of(options)
     if options.warm_up is not None:
         warm_up(score, options.warm_up)
     try:
@@ -129,36 +126,15 @@ def serve(score: Score, options: argparse.Namespace, what: str) -> int:
     sys.stdout.write(f"serving {what} at {url} (POST {PATH}, GET {HEALTH}); Ctrl-C ends it\n")
     sys.stdout.flush()
     config = uvicorn.Config(
-        build_app(score, settings),
-        http=Connection,
+        build_app(score, limits, token),
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=4 * settings.waiting + 64,
+        limit_concurrency=4 * limits.waiting + 64,
     )
     with listening, suppress(KeyboardInterrupt):  # uvicorn raises it after the requests under way
         uvicorn.Server(config).run(sockets=[listening])
     return 0
-
-
-class Connection(H11Protocol):
-    """A uvicorn connection that is closed if the headers of its next request do not arrive in time."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._look_again(None)
-
-    def _look_again(self, last_cycle: Any) -> None:
-        asyncio.get_running_loop().call_later(ASK_SECONDS, self._look, last_cycle)
-
-    def _look(self, last_cycle: Any) -> None:
-        # Closes the connection if no request is running and none has begun since the last look, when it was that.
-        if self.transport.is_closing():
-            return
-        if self.cycle is last_cycle and (last_cycle is None or last_cycle.response_complete):
-            self.transport.close()
-            return
-        self._look_again(self.cycle)
 
 
 def warm_up(score: Score, prompt: str) -> None:
@@ -178,12 +154,12 @@ logger = logging.getLogger(__name__)
 BODY_SECONDS = 60.0  # Seconds within which the whole body of a request must arrive; otherwise the reply is 408.
 
 
-def build_app(score: Score, settings: Settings) -> FastAPI:
+def build_app(score: Score, limits: Limits, token: str | None = None) -> FastAPI:
     """Returns the application that serves `score` by the contract."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for kind in (Refused, ContractError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
-    scorer = Scorer(score, settings)
+    scorer = Scorer(score, limits)
 
     @app.get(contract.HEALTH)
     async def health() -> dict[str, Any]:
@@ -191,23 +167,17 @@ def build_app(score: Score, settings: Settings) -> FastAPI:
 
     @app.post(contract.PATH)
     async def score_request(request: Request) -> Response:
-        return await _answer(request, scorer, settings)
+        _check_token(request, token)
+        await scorer.forget_gone()
+        pending = PendingRequest(request.is_disconnected)
+        try:
+            pending.request = await _read(request, await _body(request, scorer, pending), limits)
+            results = await scorer.reply(pending)
+        finally:
+            scorer.release(pending)
+        return Response(contract.reply_body(results), media_type="application/json")
 
     return app
-
-
-async def _answer(request: Request, scorer: Scorer, settings: Settings) -> Response:
-    _check_token(request, settings.token)
-    await scorer.forget_gone()
-    share = Share(scorer.room)
-    try:
-        body = await _body(request, settings.limits.body_bytes, share)
-        pending = PendingRequest(await _read(request, body, settings.limits), request.is_disconnected, share)
-        del body  # what is reserved for it is given back as soon as `pending` is released
-    except BaseException:
-        share.close()
-        raise
-    return Response(contract.reply_body(await scorer.reply(pending)), media_type="application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -239,27 +209,25 @@ def _check_token(request: Request, token: str | None) -> None:
         raise Refused(401, "the header 'Authorization: Bearer TOKEN' is missing, or names another token")
 
 
-async def _body(request: Request, limit: int, share: Share) -> bytes:
+async def _body(request: Request, scorer: Scorer, pending: PendingRequest) -> bytes:
     """Returns the body of a request. Raises Refused as soon as it is too long or too slow, or finds no room."""
+    limit = scorer.limits.body_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
         raise Refused(413, f"the request has {announced} bytes, more than {limit}")
     body = bytearray()
     try:
-        share.grow(int(announced) if announced.isdecimal() else 0)
+        scorer.reserve(pending, int(announced) if announced.isdecimal() else 0)
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
                 if len(body) + len(chunk) > limit:
                     raise Refused(413, f"the request has more than {limit} bytes")
-                share.grow(len(body) + len(chunk))
+                scorer.reserve(pending, len(body) + len(chunk))
                 body += chunk
     except TimeoutError:
         raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise Refused(400, f"the client hung up after {len(body)} bytes of the request") from None
-    except Full:
-        size = share.room.size
-        raise Refused(429, f"all requests together have {size} bytes already; ask again later", retry_after=1) from None
     return bytes(body)
 
 

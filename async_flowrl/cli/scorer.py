@@ -1,11 +1,10 @@
 """Scoring of the requests of a reward server: one at a time, in order of arrival."""
 
 import asyncio
-import inspect
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,8 +13,8 @@ import numpy as np
 from async_flowrl.config.messages import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused, RewardError
-from async_flowrl.rewards.call import Result, group_result
-from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreReply, ScoreRequest
+from async_flowrl.rewards.call import Result, call, group_result
+from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreRequest
 from async_flowrl.types import ByteArray, Prompt
 from separation.supervise import leaves
 
@@ -38,75 +37,42 @@ class Refused(Exception):
         self.status, self.retry_after = status, retry_after
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the application: limits of bytes and of waiting requests, and the token, None for none."""
-
-    token: str | None = None
-    limits: Limits = field(default_factory=Limits)
-    waiting: int = 16
-    all_bytes: int = 1024 * 2**20
-
-
-class Full(Exception):
-    """Raised if a request needs more bytes than are free now."""
-
-
-@dataclass
-class Room:
-    """A budget of `size` bytes for the bodies of all requests, each from its first byte until its reply."""
-
-    size: int
-    reserved: int = 0
-
-
-@dataclass
-class Share:
-    room: Room
-    reserved: int = 0
-
-    def grow(self, size: int) -> None:
-        """Reserves memory up to `size` bytes in total for this request; a smaller size changes nothing. Raises Full."""
-        more = max(0, size - self.reserved)
-        if self.room.reserved + more > self.room.size:
-            raise Full
-        self.room.reserved += more
-        self.reserved += more
-
-    def close(self) -> None:
-        self.room.reserved -= self.reserved
-        self.reserved = 0
-
-
 @dataclass(eq=False)
 class PendingRequest:
-    request: ScoreRequest
     gone: Callable[[], Awaitable[bool]]  # Returns True if the client has hung up.
-    share: Share  # The bytes of the server's memory (`Scorer.room`) that the request has reserved.
+    request: ScoreRequest = NOTHING
+    reserved: int = 0  # Bytes of the server's memory that the request has reserved, from its first one to its reply.
     cancelled: bool = False  # True if nobody waits for the reply any more.
     scored: bool = False  # True from its turn on.
-
-    def release(self) -> None:
-        self.request = NOTHING
-        self.share.close()
 
 
 class Scorer:
     """Scores requests one at a time, in order of arrival, so a reward need not be thread-safe."""
 
-    # A request whose client hangs up, or whose handler is cancelled, is not scored if it is still waiting. If it is
-    # being scored already, it ends after the group that is being scored, and the next one waits for that: a call in a
-    # thread cannot be ended.
+    # A request whose client hangs up is not scored if it is still waiting. If it is being scored already, it ends after
+    # the group that is being scored: a call in a thread cannot be ended.
 
-    def __init__(self, score: Score, settings: Settings) -> None:
-        self._score, self._settings = score, settings
-        self.room = Room(settings.all_bytes)
+    def __init__(self, score: Score, limits: Limits) -> None:
+        self._score, self.limits = score, limits
+        self.reserved = 0  # Bytes that all requests have reserved.
         self._turn = asyncio.Lock()
         self._pending: set[PendingRequest] = set()
-        self._tasks: set[asyncio.Task[ScoreReply]] = set()
 
-    async def reply(self, pending: PendingRequest) -> ScoreReply:
-        """Scores a request, and releases it however that ends.
+    def reserve(self, pending: PendingRequest, size: int) -> None:
+        """Reserves `size` bytes in total for a request; a smaller size changes nothing. Raises Refused: 429."""
+        more = max(0, size - pending.reserved)
+        if self.reserved + more > self.limits.all_bytes:
+            full = f"all requests together have {self.limits.all_bytes} bytes already"
+            raise Refused(429, f"{full}; ask again later", retry_after=1)
+        self.reserved += more
+        pending.reserved += more
+
+    def release(self, pending: PendingRequest) -> None:
+        self.reserved -= pending.reserved
+        pending.request, pending.reserved = NOTHING, 0
+
+    async def reply(self, pending: PendingRequest) -> list[Result]:
+        """Scores a request and returns the results of its groups; releases it however that ends.
 
         Raises ContractError for images that are damaged or too large, and Refused: 429 if too many requests wait, 422
         for a prompt that the reward refuses, 499 if the client hung up before the last group, 500 if the reward fails.
@@ -115,60 +81,37 @@ class Scorer:
             if self._full:
                 await self.forget_gone()
             if self._full:
-                waiting = f"a request is being scored and {self._settings.waiting} are waiting already"
+                waiting = f"a request is being scored and {self.limits.waiting} are waiting already"
                 raise Refused(429, f"{waiting}; ask again later", retry_after=1)
-        except BaseException:
-            pending.release()
-            raise
-        self._pending.add(pending)
-        task = asyncio.create_task(self._in_turn(pending))
-        self._tasks.add(task)
-        task.add_done_callback(lambda ended: self._ended(pending, ended))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self._forget(pending)
-            raise
+            self._pending.add(pending)
+            async with self._turn:
+                await _check_there(pending, "before its turn")
+                pending.scored = True
+                return await self._scored(pending)
+        finally:
+            self._pending.discard(pending)
+            self.release(pending)
 
     async def forget_gone(self) -> None:
         """Frees the places and the memory of waiting requests whose clients have hung up; others can have them."""
         for pending in list(self._pending):
             if await pending.gone():
-                self._forget(pending)
+                pending.cancelled = True
+                if not pending.scored:
+                    self._pending.discard(pending)
+                    self.release(pending)
 
     @property
     def _full(self) -> bool:
-        return len(self._pending) > self._settings.waiting
+        return len(self._pending) > self.limits.waiting
 
-    def _forget(self, pending: PendingRequest) -> None:
-        pending.cancelled = True
-        if not pending.scored:
-            self._pending.discard(pending)
-            pending.release()
-
-    async def _in_turn(self, pending: PendingRequest) -> ScoreReply:
-        async with self._turn:
-            await _check_there(pending, "before its turn")
-            pending.scored = True
-            return await self._scored(pending)
-
-    def _ended(self, pending: PendingRequest, task: "asyncio.Task[ScoreReply]") -> None:
-        """Ends a request, whose task may have been cancelled before it began."""
-        self._tasks.discard(task)
-        self._pending.discard(pending)
-        pending.release()
-        if not task.cancelled():
-            task.exception()  # nobody else looks at it if the handler was cancelled
-
-    async def _scored(self, pending: PendingRequest) -> ScoreReply:
+    async def _scored(self, pending: PendingRequest) -> list[Result]:
         request, results = pending.request, list[Result]()
-        images = await asyncio.to_thread(contract.decode_images, request.images, self._settings.limits)
+        images = await asyncio.to_thread(contract.decode_images, request.images, self.limits)
         for members, prompt in _groups(images, request.prompts):
             await _check_there(pending, f"after {sum(len(result.scores) for result in results)} of its images")
             results.append(await self._group(np.stack(members), prompt))
-        scores = tuple(score for result in results for score in result.scores)
-        extras = tuple(extra for result in results for extra in _per_image(result))
-        return ScoreReply(scores, extras if any(extras) else ())
+        return results
 
     async def _group(self, images: ByteArray, prompt: Prompt) -> Result:
         try:
@@ -180,19 +123,6 @@ class Scorer:
             logger.exception("a group could not be scored")
             sentence = str(first) if isinstance(first, RewardError) else f"the reward failed: {in_one_line(first)}"
             raise Refused(500, sentence) from error
-
-
-async def call(score: Score, images: ByteArray, prompt: Prompt) -> Any:
-    """Calls a reward in a thread, awaits its result if it is asynchronous, and returns it; raises what it raises."""
-
-    def called() -> Any:
-        try:
-            return score(images, prompt)
-        except StopIteration as error:  # a future cannot hold it, so the caller would wait for ever
-            raise RuntimeError("StopIteration left the reward") from error
-
-    returned = await asyncio.to_thread(called)
-    return await returned if inspect.isawaitable(returned) else returned
 
 
 async def _check_there(pending: PendingRequest, when: str) -> None:
@@ -213,7 +143,3 @@ def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tupl
 def _group_key(pair: tuple[ByteArray, Prompt]) -> tuple[Any, ...]:
     image, prompt = pair
     return image.shape, prompt.text, prompt.target, prompt.negative, json.dumps(prompt.metadata, sort_keys=True)
-
-
-def _per_image(result: Result) -> list[dict[str, float | str]]:
-    return [{name: values[i] for name, values in result.extras.items()} for i in range(len(result.scores))]

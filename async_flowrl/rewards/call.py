@@ -10,11 +10,11 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -135,6 +135,19 @@ class Term:
     held_out: bool = False
 
 
+async def call(reward: Callable[..., Any], images: ByteArray, prompt: Prompt, executor: Executor | None = None) -> Any:
+    """Calls a reward in a thread, awaits its result if it is asynchronous, and returns it; raises what it raises."""
+
+    def called() -> Any:
+        try:
+            return reward(images, prompt)
+        except StopIteration as error:  # a future cannot hold it, so the caller would wait for ever
+            raise RuntimeError("StopIteration left the reward") from error
+
+    result = await asyncio.get_running_loop().run_in_executor(executor, called)
+    return await result if inspect.isawaitable(result) else result
+
+
 @dataclass
 class _Calls:
     term: Term
@@ -154,19 +167,12 @@ class _Calls:
     async def call(self, images: ByteArray) -> Any:
         """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self.executor, self._called, images)
-            return await result if inspect.isawaitable(result) else result
+            return await call(self.term.reward, images, self.prompt, self.executor)
         except (Exception, SystemExit) as error:
             if isinstance(refusal := leaves(error)[0], PromptRefused):
                 raise PromptRefused(f"reward {self.term.name!r}: {refusal}") from error
             what = f"reward {self.term.name!r} failed on prompt {self.shown}"
             raise RewardError(f"{what}: {in_one_line(error)}") from error
-
-    def _called(self, images: ByteArray) -> Any:
-        try:
-            return cast("Any", self.term.reward)(images, self.prompt)
-        except StopIteration as error:  # a future cannot hold it, so the caller would wait for ever
-            raise RuntimeError("StopIteration left the reward") from error
 
     async def image(self, image: ByteArray, config: RewardConfig, places: asyncio.Semaphore) -> Result:
         """Returns one image's result after at most `config.retries` retries. Raises the last try's RewardError."""

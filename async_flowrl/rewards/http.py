@@ -92,14 +92,7 @@ class HTTP:
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
-        return [result for reply in replies if isinstance(reply, contract.ScoreReply) for result in results(reply)]
-
-
-def results(reply: contract.ScoreReply) -> list[Any]:
-    """Returns the reply in the form that a reward returns: numbers, or mappings if there are extras."""
-    if not reply.extras:
-        return list(reply.scores)
-    return [{**extra, "score": score} for score, extra in zip(reply.scores, reply.extras, strict=True)]
+        return [result for reply in replies if isinstance(reply, list) for result in reply]
 
 
 def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:

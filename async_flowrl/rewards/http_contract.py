@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from async_flowrl.rewards.call import Result
 from async_flowrl.types import ByteArray, Prompt
 
 VERSION = 1
@@ -37,19 +38,17 @@ class TooMuch(ContractError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest request that a server accepts; sizes, in pixels of one image and of all, are checked before decoding."""
+    """Largest request that a server accepts; sizes, in pixels of one image and of all, are checked before decoding.
+
+    `waiting` is the number of requests that may wait, `all_bytes` the size of all requests together.
+    """
 
     body_bytes: int = 256 * 2**20
     images: int = 256
     pixels: int = 4096 * 4096
     all_pixels: int = 256 * 1024 * 1024
-
-
-class ScoreReply(NamedTuple):
-    """Scores in image order, and one mapping of extras per image (empty if there are none)."""
-
-    scores: tuple[float, ...]
-    extras: tuple[Mapping[str, float | str], ...] = ()
+    waiting: int = 16
+    all_bytes: int = 1024 * 2**20
 
 
 class ScoreRequest(NamedTuple):
@@ -197,28 +196,34 @@ def _from_base64(index: int, text: object) -> bytes:
         raise ContractError(f"images[{index}] is not base64: {error}") from error
 
 
-def reply_body(reply: ScoreReply) -> bytes:
-    extras = {"extras": [dict(extra) for extra in reply.extras]} if reply.extras else {}
-    return dumps({"version": VERSION, "scores": list(reply.scores), **extras})
+def reply_body(results: Sequence[Result]) -> bytes:
+    """Returns the reply with the results of all groups of a request, in order."""
+    scores = [score for result in results for score in result.scores]
+    extras = [
+        {name: values[image] for name, values in result.extras.items()}
+        for result in results
+        for image in range(len(result.scores))
+    ]
+    return dumps({"version": VERSION, "scores": scores} | ({"extras": extras} if any(extras) else {}))
 
 
-def read_reply(body: bytes, count: int) -> ScoreReply:
-    """Reads the reply to a request of `count` images. Raises ContractError."""
+def read_reply(body: bytes, count: int) -> list[Any]:
+    """Returns a result per image: its score, or a mapping with the score and extras. Raises ContractError.
+
+    What a score and an extra may be is checked as for every reward (`group_result` in call.py).
+    """
     fields = loads(body, "the reply")
     if (version := fields.get("version")) != VERSION:
         raise ContractError(f"the reply's version must be {VERSION}, got {version!r:.20}: {shown(body)}")
-    return ScoreReply(read_scores(fields.get("scores"), count), read_extras(fields.get("extras"), count))
-
-
-def read_scores(scores: object, count: int) -> tuple[float, ...]:
-    """Checks that `scores` is a list of `count` finite numbers. Raises ContractError."""
-    if not isinstance(scores, list) or len(scores) != count:
-        got = f"{len(scores)} of them" if isinstance(scores, list) else type(scores).__name__
-        raise ContractError(f"the reply must hold a list of {count} scores, got {got}")
-    for index, score in enumerate(scores):
-        if not is_number(score):
-            raise ContractError(f"scores[{index}] of the reply must be a finite number, got {score!r:.40}")
-    return tuple(float(score) for score in scores)
+    scores: Any = fields.get("scores")
+    extras: Any = [{}] * count if fields.get("extras") is None else fields["extras"]
+    for name, values in (("scores", scores), ("extras", extras)):
+        if not isinstance(values, list) or len(values) != count:
+            got = f"{len(values)} of them" if isinstance(values, list) else type(values).__name__
+            raise ContractError(f"the reply must hold a list of {count} {name}, got {got}: {shown(body)}")
+    if not all(isinstance(extra, dict) for extra in extras):
+        raise ContractError(f"extras of the reply must be objects: {shown(body)}")
+    return [extra | {"score": score} if extra else score for score, extra in zip(scores, extras, strict=True)]
 
 
 def is_number(value: object) -> bool:
@@ -227,17 +232,3 @@ def is_number(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False
-
-
-def read_extras(extras: object, count: int) -> tuple[Mapping[str, float | str], ...]:
-    """Checks that `extras` holds `count` objects of finite numbers and texts, or is None. Raises ContractError."""
-    if extras is None:
-        return ()
-    if not isinstance(extras, list) or len(extras) != count or not all(isinstance(extra, dict) for extra in extras):
-        raise ContractError(f"extras of the reply must be a list of {count} objects")
-    for index, extra in enumerate(extras):
-        for name, value in extra.items():
-            if name == "score" or not (is_number(value) or isinstance(value, str)):
-                entry = f"{name!r:.40}: {value!r:.40}"
-                raise ContractError(f"extras[{index}] of the reply has numbers and texts, got {entry}")
-    return tuple(extras)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from async_flowrl.cli.scorer import Settings
 from tests.support.reward_server import served
 from tests.support.scripted_judge import ScriptedJudge, completion, scripted_judge
 from tests.unit.rewards.brightness_server import LIMITS, brightness
@@ -13,7 +12,7 @@ from tests.unit.rewards.brightness_server import LIMITS, brightness
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The address of the project's own reward server, whose reward is the brightness."""
-    with served(brightness, Settings(limits=LIMITS)) as address:
+    with served(brightness, LIMITS) as address:
         yield address
 
 

@@ -29,7 +29,7 @@ def test_the_examples_are_what_is_said() -> None:
     with served(scorer(config)) as url, httpx.Client(trust_env=False) as client:
         reply = client.post(f"{url}/v1/score", json=BLOCKS["request"])
         assert reply.json() == BLOCKS["reply"]
-        assert read_reply(reply.content, 1).scores == (2.0,)
+        assert read_reply(reply.content, 1) == [{"score": 2.0, "color": 1.0}]
         wrong = BLOCKS["request"] | {"images": BLOCKS["request"]["images"] * 2, "prompts": ["red"] * 3}
         refused = client.post(f"{url}/v1/score", json=wrong)
         assert (refused.status_code, refused.json()) == (400, BLOCKS["refusal"])

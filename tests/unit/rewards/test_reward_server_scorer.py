@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.cli.scorer import PendingRequest, Refused, Scorer, Settings, Share
-from async_flowrl.rewards.http_contract import ScoreRequest, encode_image
+from async_flowrl.cli.scorer import PendingRequest, Refused, Scorer
+from async_flowrl.rewards.http_contract import Limits, ScoreRequest, encode_image
 from async_flowrl.types import ByteArray, Prompt
 
 BYTES = 100
@@ -56,9 +56,9 @@ def request(*prompts: Prompt | str) -> ScoreRequest:
 
 
 def asked(scorer: Scorer, wanted: ScoreRequest, client: Client | None = None) -> PendingRequest:
-    share = Share(scorer.room)
-    share.grow(BYTES)
-    return PendingRequest(wanted, (client or Client()).gone, share)
+    pending = PendingRequest((client or Client()).gone, wanted)
+    scorer.reserve(pending, BYTES)
+    return pending
 
 
 async def begun(scorer: Scorer, reward: Slow, wanted: ScoreRequest, client: Client | None = None) -> asyncio.Task[Any]:
@@ -76,20 +76,20 @@ async def settled() -> None:
 def test_429_counts_those_that_wait_and_a_cancelled_request_frees_its_place_at_once() -> None:
     async def test() -> None:
         reward = Slow()
-        scorer = Scorer(reward, Settings(waiting=2))
+        scorer = Scorer(reward, Limits(waiting=2))
         first = await begun(scorer, reward, request("first"))
         second, third = (asyncio.create_task(scorer.reply(asked(scorer, request(name)))) for name in ("2", "3"))
         await settled()
         with pytest.raises(Refused, match="a request is being scored and 2 are waiting already; ask again later"):
             await scorer.reply(asked(scorer, request("4")))
-        assert scorer.room.reserved == 3 * BYTES
+        assert scorer.reserved == 3 * BYTES
         second.cancel()
         await settled()
-        assert scorer.room.reserved == 2 * BYTES
+        assert scorer.reserved == 2 * BYTES
         fifth = asyncio.create_task(scorer.reply(asked(scorer, request("5"))))
         await settled()
         reward.go.set()
         await asyncio.gather(first, third, fifth)
-        assert [name for name, _ in reward.called] == ["first", "3", "5"] and scorer.room.reserved == 0
+        assert [name for name, _ in reward.called] == ["first", "3", "5"] and scorer.reserved == 0
 
     run(test())

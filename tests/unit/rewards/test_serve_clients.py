@@ -4,9 +4,9 @@ import asyncio
 import threading
 from typing import Any
 
-from async_flowrl.cli.scorer import Settings
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
+from async_flowrl.rewards.http_contract import Limits
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.reward_server import served
 from tests.unit.rewards.brightness_server import picture, results
@@ -30,7 +30,7 @@ def test_several_clients_are_scored_one_after_the_other_and_too_many_are_told_to
         threading.Timer(0.5, go.set).start()
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    with served(slow, Settings(waiting=3)) as url:
+    with served(slow, Limits(waiting=3)) as url:
         assert asyncio.run(several(url, 4)) == [[0.0], [1.0], [2.0], [3.0]]
         assert most == 1
         go.clear()

@@ -10,7 +10,6 @@ import httpx
 import pytest
 from PIL import Image
 
-from async_flowrl.cli.scorer import Settings
 from tests.support.reward_server import served
 from tests.unit.rewards.brightness_server import body, brightness, png, post
 
@@ -68,7 +67,7 @@ def test_a_body_without_an_announced_length_is_cut_at_the_limit(url: str) -> Non
 
 
 def test_the_token() -> None:
-    with served(brightness, Settings(token="s3cret")) as url:
+    with served(brightness, token="s3cret") as url:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s3cret2"}):
             reply = post(f"{url}/v1/score", headers=headers)
             assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
