@@ -44,7 +44,11 @@ def test_every_worker_is_a_process_and_ends_with_its_run(full_run: WatchedRun) -
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, exit_codes.RESUMABLE), (signal.SIGINT, exit_codes.INTERRUPTED)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, exit_codes.RESUMABLE),
+        pytest.param(signal.SIGINT, exit_codes.INTERRUPTED, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_while_the_cluster_starts_ends_all_of_it(
     tmp_path: Path, mark: str, number: signal.Signals, code: int

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,10 @@ from async_flowrl.types import Sampling
 from tests.support.tiny import randomise, sampling, tensors
 
 NAMES = sorted(FAMILIES)
+TWO_AND_SLOW = [
+    name if name in ("flux", "qwen_image") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES
+]
+"""All families, of which `make test` runs two: for what is the same code in every family."""
 TEXT, NEGATIVE = "red red red red", "a grey one"
 N = 3
 """Images of a batch."""

@@ -33,7 +33,10 @@ from async_flowrl.training.fsdp import World
 from async_flowrl.training.worker import TrainerWorker
 from tests.support.published import use_published_models
 
-MODELS = sorted(file.stem for file in (config_dir() / "model").glob("*.yaml"))
+MODELS = [
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith("tiny_") or name == "glyphs" else name
+    for name in sorted(file.stem for file in (config_dir() / "model").glob("*.yaml"))
+]
 MODES = ("sync", "stream", "one_step_off", "fully_async")
 
 

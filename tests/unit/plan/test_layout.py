@@ -72,7 +72,7 @@ def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config,
 
 
 def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> None:
-    by_node = config("tune=full", "model.tiny.layers=4", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
+    by_node = config("tune=full", "model.tiny.layers=2", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
     size = planned_trainer(replace(by_node, trainer=WHOLE.applied(by_node.trainer))).total
     assert resolved(by_node, {"trainer": 2 * size}).layout.shard == "none"
     found = resolved(by_node, {"trainer": size // 4})

@@ -30,7 +30,11 @@ def test_a_prompt_counts_by_its_bytes_and_token_ids_by_their_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "grows"), [("qwen_image", True), ("flux", False), pytest.param("z_image", True, marks=pytest.mark.slow)]
+    ("family", "grows"),
+    [
+        ("qwen_image", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("flux", False), ("z_image", True))),
+    ],
 )
 def test_memory_is_planned_for_the_longest_prompt(tmp_path: Path, family: str, grows: bool) -> None:
     """FLUX.1 pads every prompt to one length."""
