@@ -21,7 +21,6 @@ from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.memory.devices import (
     Change,
     applied,
-    describe_pools,
     gpus_by_pool,
     gpus_taken,
     overrides_of,
@@ -77,7 +76,6 @@ class Answer:
     device: float
     missing: float = 0.0  # Memory that the tightest kind of process lacks; 0 or negative if all fit.
     lacking: str = ""  # Name of that kind of process.
-    seats: str = ""  # Workers of the reward pools and servers that have GPUs, in words; empty if there are none.
 
 
 def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:
@@ -114,9 +112,8 @@ def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
     config = resolved(config, on_devices(config, device)).applied(config)
     memory = planned_trainer(config).total / GIB, planned_rollout(config).total / GIB, hardware.gib
     missing, lacking = max((p.footprint.total - p.available(device), p.title) for p in processes(config))
-    seats = describe_pools(config, without=("trainer", "rollout", "shared"))
     typed = ("--config-name one_step_off", *words)
-    return Answer(experiment_of(words), hardware.name, missing <= 0, typed, *memory, missing / GIB, lacking, seats)
+    return Answer(experiment_of(words), hardware.name, missing <= 0, typed, *memory, missing / GIB, lacking)
 
 
 def candidates(plain: Config, devices: int) -> Iterator[Change]:
@@ -183,8 +180,7 @@ def markdown(answers: Sequence[Answer]) -> str:
         if row.fits:
             config_name, *overrides = row.words
             command = f"async-flowrl train {config_name} {shlex.join(overrides)}"
-            seats = f", with {row.seats}" if row.seats else ""
-            lines += ["", f"`{row.experiment}` on {row.hardware}{seats}:", "", "```bash", command, "```"]
+            lines += ["", f"`{row.experiment}` on {row.hardware}:", "", "```bash", command, "```"]
     return "\n".join(lines) + "\n"
 
 

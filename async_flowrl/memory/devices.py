@@ -227,16 +227,11 @@ def gpus_taken(config: Config) -> float:
 
 
 def describe_gpus(config: Config) -> str:
-    count = gpus_taken(config)
-    pools = describe_pools(config) or "all of it runs on CPUs"
-    return f"the run takes {count:g} device{'' if count == 1 else 's'}: {pools}"
-
-
-def describe_pools(config: Config, without: Collection[str] = ()) -> str:
-    shares = {pool: gpus for pool, gpus in gpus_by_pool(config).items() if pool not in without}
-    return ", ".join(
-        f"{pool} {len(gpus)}" + ("" if gpus[0] == 1 else f" x {gpus[0]:g}") for pool, gpus in shares.items()
+    pools = ", ".join(
+        f"{pool} {len(gpus)}" + ("" if gpus[0] == 1 else f" x {gpus[0]:g}")
+        for pool, gpus in gpus_by_pool(config).items()
     )
+    return f"the run takes {gpus_taken(config):g} devices: {pools or 'all of it runs on CPUs'}"
 
 
 def overrides_of(change: Change, config: Config) -> list[str]:

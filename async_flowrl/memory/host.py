@@ -7,13 +7,12 @@ models of rewards.
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.devices import best, fresh_images
 from async_flowrl.memory.footprints import (
     GIB,
     host_bytes,
@@ -55,39 +54,28 @@ class Hosts:
 
 @dataclass(frozen=True)
 class PoolProcesses:
-    """`count` processes of a pool with which a run can start, each of which needs `bytes` of host memory."""
+    """`count` processes of a pool with which a run can start, which need `bytes` of host memory each, on average."""
 
     pool: str
     count: int
     bytes: int
     per_node: int = 1  # Number of the processes that one node must hold (`workers_per_node`).
-    copies: int = 0  # Number of the processes that copy their state to host memory, which is not in `bytes`.
-    copy: int = 0  # Bytes of such a copy.
-
-    @property
-    def total(self) -> int:
-        return self.count * self.bytes + self.copies * self.copy
-
-    @property
-    def on_a_node(self) -> int:
-        """Bytes that one node must have for its processes of the pool, if those that copy are on it."""
-        return self.per_node * self.bytes + min(self.per_node, self.copies) * self.copy
 
 
 def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[PoolProcesses]:
     """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
     trainer, rollout = config.trainer, config.rollout
     of_rank, of_rollout = ((on_gpus and pool.gpus_per_worker > 0) for pool in (trainer, rollout))
-    copies = {"copies": copying_ranks(config), "copy": copied_bytes(config, model)}
     first, other = (rank_bytes(config, model, on_gpu=of_rank, sends=sends) for sends in (True, False))
-    rank = PROCESS_BYTES + other + (first - other) // trainer.num_workers  # so that the total is right
-    pool, *separate = placement_of(config).pools
-    ranks = PoolProcesses(pool, trainer.num_workers, rank, trainer.workers_per_node or 1, **copies)
-    if not separate:
-        return [ranks]
-    least, _ = rollout.worker_bounds
+    of_few = first - other + copying_ranks(config) * copied_bytes(config, model)
+    rank = PROCESS_BYTES + other + of_few // trainer.num_workers
     worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
-    return [ranks, PoolProcesses(ROLLOUT, least, worker, rollout.workers_per_node or 1)]
+    both = (
+        PoolProcesses(TRAINER, trainer.num_workers, rank, trainer.workers_per_node or 1),
+        PoolProcesses(ROLLOUT, rollout.worker_bounds[0], worker, rollout.workers_per_node or 1),
+    )
+    pools = placement_of(config).pools  # A shared pool has the number of the trainer's.
+    return [replace(processes, pool=pool) for pool, processes in zip(pools, both, strict=False)]
 
 
 def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True, certain: bool = False) -> int:
@@ -147,25 +135,18 @@ def check_hosts(config: Config, hosts: Hosts) -> list[str]:
 
 def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
     """Returns a sentence on a node without enough free memory, else None. Raises ConfigError as `check_hosts` does."""
-
-    def needed(config: Config) -> int:
-        return sum(size for _, size in needs_on(config, hosts, node))
-
-    memory, need = node.memory, needed(config)
+    needs = list(needs_on(config, hosts, node))
+    memory, need = node.memory, sum(size for _, size in needs)
     refused = need > memory.total + memory.swap
     if not refused and need <= memory.free:
         return None
-    rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs_on(config, hosts, node))
+    rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs)
     listed = "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
     has = memory.total + memory.swap if refused else memory.free
-    saved = best([fresh_images(config)], config, needed, has)
-    less = (
-        f"{saved[0]} would need {saved[1] / GIB:.3g}, fewer workers on a node less" if saved else "fewer workers help"
-    )
-    where = "of memory and swap space" if refused else "of memory free"
     sentence = (
-        f"node {node.address} has {has / GIB:.3g} GiB {where}, and the processes of this run on it need at least "
-        f"{need / GIB:.3g}: {listed}; {less}"
+        f"node {node.address} has {has / GIB:.3g} GiB of memory {'and swap space' if refused else 'free'}, and the "
+        f"processes of this run on it need at least {need / GIB:.3g}: {listed}; fewer workers on a node, or "
+        "max_staleness=0, need less"
     )
     if refused and not config.allow_oom:
         raise ConfigError(f"{sentence}; allow_oom=true tries anyway")

@@ -63,7 +63,7 @@ def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:
     if key not in _remembered:
         # The package's warnings are about values, and fake tensors have none.
         with quieter("async_flowrl", logging.ERROR):
-            _remembered[key] = rehearse(config, model, kernels=False)
+            _remembered[key] = rehearse(config, model)
     return _remembered[key]
 
 
@@ -90,7 +90,7 @@ GATHERED = 3
 _NUMBER = re.compile(r"\d[].*?]")  # Part of a pattern of tensor names that may name single blocks.
 
 
-def whole_rank(config: Config, model: "FakeModel", *, kernels: bool = True) -> "RankRehearsal":
+def whole_rank(config: Config, model: "FakeModel") -> "RankRehearsal":
     """Returns the rehearsal of a trainer rank (see `rehearse_trainer`) with all blocks of the model."""
     from async_flowrl.memory.rehearsal.rank import rehearse_trainer
 
@@ -99,20 +99,20 @@ def whole_rank(config: Config, model: "FakeModel", *, kernels: bool = True) -> "
     how = trainer.gradient_checkpointing
     period = int(how.removeprefix("every_")) if how.startswith("every_") else 1
     fewest = GATHERED + 1 + trainer.prefetch if sharded else FEWEST
-    return _whole(config, model, fewest, period, lambda part: rehearse_trainer(config, part, kernels=kernels))
+    return _whole(config, model, fewest, period, lambda part: rehearse_trainer(config, part))
 
 
-def whole_rollout(config: Config, model: "FakeModel", *, kernels: bool = True) -> "RolloutRehearsal":
+def whole_rollout(config: Config, model: "FakeModel") -> "RolloutRehearsal":
     from async_flowrl.memory.rehearsal.rollout import rehearse_rollout
 
-    return _whole(config, model, FEWEST, 1, lambda part: rehearse_rollout(config, part, kernels=kernels))
+    return _whole(config, model, FEWEST, 1, lambda part: rehearse_rollout(config, part))
 
 
-def short_rollout(config: Config, model: "FakeModel", *, kernels: bool) -> "RolloutRehearsal":
+def short_rollout(config: Config, model: "FakeModel") -> "RolloutRehearsal":
     from async_flowrl.memory.rehearsal.rollout import rehearse_rollout
 
     ((_, short), *_) = model.shortened(FEWEST, 1)
-    return rehearse_rollout(config, short, kernels=kernels)
+    return rehearse_rollout(config, short)
 
 
 def _whole(config: Config, model: "FakeModel", fewest: int, period: int, rehearse: Callable[["FakeModel"], T]) -> T:

@@ -155,8 +155,11 @@ def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[P
 
 def memory_finding(planned: Sequence[PoolProcesses], machines: Sequence[Machine]) -> Finding:
     """Compares the planned host memory, in total and of the processes that share a node, with what is free."""
-    needed, free = sum(process.total for process in planned), sum(one.facts["memory"] for one in machines)
-    alone = max(process.on_a_node for process in planned) > max(one.facts["memory"] for one in machines)
+    needed, free = (
+        sum(process.count * process.bytes for process in planned),
+        sum(one.facts["memory"] for one in machines),
+    )
+    alone = max(process.per_node * process.bytes for process in planned) > max(one.facts["memory"] for one in machines)
     counted = " + ".join(
         f"{process.count} × {process.pool} {process.bytes / GIB:.1f}" for process in planned if process.count
     )

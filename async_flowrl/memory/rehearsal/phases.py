@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,72 +37,6 @@ _SENT = {
 Kernel = tuple[float, int, torch.dtype | None]
 
 
-class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that counts the bytes of storages made by tensor operations inside it: `live` now, `peak` so far.
-
-    The tensors may be fake or on the meta device. A storage that was made earlier counts only with the bytes by which
-    it is resized.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[Any]] = {}
-        self._own_resize = torch.UntypedStorage.resize_
-
-    def __enter__(self) -> "Allocations":
-        self._own_resize = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int) -> Any:
-            return self._resize(storage, size)
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        return cast("Allocations", super().__enter__())  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._own_resize  # type: ignore[method-assign]
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local()
-            if isinstance(tensor, Tensor) and self._matters(tensor):
-                self._count(tensor.untyped_storage(), args, kwargs)
-        return out
-
-    def _matters(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is not counted yet."""
-        return tensor.untyped_storage()._cdata not in self._sizes
-
-    def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
-        """Counts a storage that an operation returns, unless an argument has the same one, as with views."""
-        key = storage._cdata
-        if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == key for t in tree_leaves((args, kwargs))):
-            return
-        self._add(storage, storage.nbytes())
-
-    def _resize(self, storage: Any, size: int) -> Any:
-        before = storage.nbytes()
-        self._own_resize(storage, size)
-        self._add(storage, storage.nbytes() - before)
-        return storage
-
-    def _add(self, storage: Any, size: int) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._watched[key] = weakref.ref(storage, lambda _: self._gone(key))
-        self._sizes[key] = self._sizes.get(key, 0) + size
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def _gone(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
-        del self._watched[key]
-
-
 @dataclass
 class Phase:
     """Totals of all phases with one name. All sizes are in bytes."""
@@ -121,18 +55,37 @@ class Phase:
         return sum(flops * times for (flops, _, _), times in self.kernels.items())
 
 
-class Ledger(Allocations):  # type: ignore[no-untyped-call]
-    """Context that counts one rank of `world` ranks, by phase; without `kernels` its memory alone, which is faster.
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that counts one rank of `world` ranks, by phase; bytes of storages are `live` now, `peak` so far.
 
-    Code that reads a number from a fake tensor gets 1, or True.
+    A storage that was made earlier counts only with the bytes by which it is resized. Code that reads a number from a
+    fake tensor gets 1, or True.
     """
 
-    def __init__(self, world: int = 1, *, kernels: bool = True) -> None:
-        super().__init__()
-        self.world, self.kernels = world, kernels
+    def __init__(self, world: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.world = world
         self.phases: dict[str, Phase] = {}
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}  # Key of a storage → its bytes.
         self._open: list[Phase] = []
         self._aside = False
+
+    def __enter__(self) -> "Ledger":
+        own = self._own_resize = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            before = storage.nbytes()
+            own(storage, size)
+            self._add(storage, storage.nbytes() - before)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        return cast("Ledger", super().__enter__())  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._own_resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -164,21 +117,41 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is torch.ops.prim.device.default:  # the most frequent of all, and no kernel
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
-        if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:  # It has no storage of its own.
-            return _view(func, args, kwargs or {})
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.kernels and self._open and not self._aside:
-            self._book(func, args, kwargs or {}, out)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if isinstance(tensor, Tensor) and self.counts(tensor):
+                self._count(tensor.untyped_storage(), args, kwargs)
+        if self._open and not self._aside:
+            self._book(func, args, kwargs, out)
         return out
 
-    def _matters(self, tensor: Tensor) -> bool:
-        """Whether the storage is to be counted: not on the meta device, not made inside `aside`, and new."""
-        return not self._aside and not _on_meta(tensor) and super()._matters(tensor)
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether the storage counts as device memory: not on the meta device, and not made inside `aside`."""
+        return not self._aside and not tensor.is_meta
+
+    def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
+        """Counts a storage that an operation returns, unless it is known, or an argument has it, as with views."""
+        key = storage._cdata
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if key not in self._sizes and all(tensor.untyped_storage()._cdata != key for tensor in tensors):
+            self._add(storage, storage.nbytes())
+
+    def _add(self, storage: Any, size: int) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._gone, key).atexit = False
+        self._sizes[key] += size
+        self.moved(size)
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
 
     def _book(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase, name = self._open[-1], func._schema.name.partition("::")[2]
@@ -201,24 +174,8 @@ class Ledger(Allocations):  # type: ignore[no-untyped-call]
         phase.kernels[flops, moved, dtype] += 1
 
 
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns a view of a fake tensor, as FakeTensorMode does, whose cache takes longer than a view."""
-    mode, device = args[0].fake_mode, args[0].fake_device
-    with in_kernel_invocation_manager(mode):
-        out = func(*args, **kwargs)
-    return (
-        FakeTensor(mode, out, device) if isinstance(out, Tensor) else [FakeTensor(mode, each, device) for each in out]
-    )
-
-
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not _on_meta(leaf)]
-
-
-def _on_meta(tensor: Tensor) -> bool:
-    """Whether the tensor is on the meta device; a fake tensor knows its own, and asking torch for it takes long."""
-    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-    return device.type == "meta"
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
 
 
 def _bytes(tensor: Tensor) -> int:

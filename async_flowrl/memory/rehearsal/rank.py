@@ -54,15 +54,12 @@ class RankRehearsal:
     frozen_bytes: int
 
 
-def rehearse_trainer(config: Config, model: FakeModel, *, kernels: bool = True) -> RankRehearsal:
-    """Rehearses rank 0 of the configuration's ranks in steady state, with optimizer state and all versions.
-
-    `kernels` is as for Ledger.
-    """
+def rehearse_trainer(config: Config, model: FakeModel) -> RankRehearsal:
+    """Rehearses rank 0 of the configuration's ranks in steady state, with optimizer state and all versions."""
     config = replace(config, algorithm=replace(config.algorithm, kl_probe_images=0, max_kl_per_update=None))
     world = config.trainer.num_workers
     joined = world > 1 or config.trainer.cpu_offload
-    ledger = Ledger(world, kernels=kernels)
+    ledger = Ledger(world)
     with rehearsed_process(model, ledger, joined=joined):
         worker = TrainerWorker(config, model.resolved, 0, "trainer-0")
         with ledger.phase("load"):

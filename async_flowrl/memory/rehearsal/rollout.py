@@ -35,18 +35,15 @@ class RolloutRehearsal:
     vae_parameters: int
 
 
-def rehearse_rollout(config: Config, model: FakeModel, *, kernels: bool = True) -> RolloutRehearsal:
-    """Rehearses a worker in steady state: all its slots for versions are full, and one more is being received.
-
-    `kernels` is as for Ledger.
-    """
+def rehearse_rollout(config: Config, model: FakeModel) -> RolloutRehearsal:
+    """Rehearses a worker in steady state: all its slots for versions are full, and one more is being received."""
     if config.rollout.text_encoder == "cached":
         # A visit before the network is loaded, or in its place; no ticket of the steady state waits for one.
         config = replace(config, rollout=replace(config.rollout, text_encoder="offload"))
         model = replace(model, known=replace(model.known, text_parameters=0))
     tickets, chunk = config.rollout.tickets_per_batch, config.rollout.batch_size or config.images_per_ticket
     config = as_one_ticket(config)
-    ledger = Ledger(kernels=kernels)
+    ledger = Ledger()
     with rehearsed_process(model, ledger, joined=False):
         worker = RolloutWorker(config, model.resolved, 0, "rollout-0")
         with ledger.phase("load"):

@@ -11,12 +11,12 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import host_bytes, plan_memory, trainer_footprint
 from async_flowrl.memory.rehearsal.model import FakeModel
-from async_flowrl.memory.rehearsal.phases import Allocations
 from async_flowrl.memory.rehearsal.rank import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.fsdp import World
+from tests.support.allocations import Allocations
 from tests.support.families import NAMES, how
 from tests.support.fused_attention import fused_attention
 from tests.support.shared_models import SharedModels
@@ -60,7 +60,7 @@ def test_a_few_blocks_tell_the_peak_of_all(family: str, checkpointing: str) -> N
     config.rollout.guidance_scale = how(family).guidance_scale
     config.rollout.resolution, config.trainer.micro_batch_size = 64, 2
     config.trainer.gradient_checkpointing = checkpointing
-    whole = rehearse_trainer(alone(config), FakeModel.of(config), kernels=False)
+    whole = rehearse_trainer(alone(config), FakeModel.of(config))
     peak = max(phase.peak for name, phase in whole.phases.items() if name != "load")
     assert training_peak(config) == pytest.approx(peak, rel=0.03)
     assert model_sizes(config) == whole.sizes

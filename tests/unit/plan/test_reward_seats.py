@@ -12,8 +12,8 @@ from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.memory.devices import check_devices, describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.footprints import rollout_footprint
 from async_flowrl.memory.model_sizes import Sizes
-from async_flowrl.memory.rehearsal.phases import Allocations
 from async_flowrl.rewards.clip import VIT_H, memory_gib
+from tests.support.allocations import Allocations
 from tests.support.fused_attention import fused_attention
 
 GIB = 2**30
