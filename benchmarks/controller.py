@@ -29,7 +29,7 @@ from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.run.loop import run
 from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
-from async_flowrl.training.parts import RankPosition, parts_of
+from async_flowrl.training.parts import World, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from benchmarks.page import markdown_table
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
@@ -122,7 +122,7 @@ class AnsweringTrainer:
         tensors = toy_tensors()
         self.sender = ToySender(tensors, dict.fromkeys(range(STEPS + 1), tensors), {}, config.live_versions)
         self.update = self
-        self._place = RankPosition(index, config.trainer.num_workers)
+        self._place = World(index, config.trainer.num_workers)
         self._step, self._plan = -1, StepPlan(rows=0)
         self._parts: list[tuple[int, int]] = []
 

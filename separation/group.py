@@ -56,7 +56,6 @@ class PoolSpec:
     # Keyword arguments of the factory; `index` and `name` of the worker are added to them.
     arguments: Mapping[str, Any] = field(default_factory=dict)
     gpus_per_worker: float = 0.0
-    cpus_per_worker: float = 1.0  # Logical CPUs that Ray reserves; this does not limit a worker's threads.
     threads: int = 1  # Number of torch threads per worker.
     lanes: Sequence[str] = ()  # Names of the lanes besides "main".
     # True for the ranks of one process group: they are reserved before other pools, all in one placement group.
@@ -129,14 +128,6 @@ class Worker(Protocol):
         """Ends the worker at once (SIGKILL; a thread ends its method first); open and later calls raise WorkerDied."""
 
 
-@dataclass(frozen=True)
-class Departure:
-    """A worker whose node will end in `seconds` from now; infinity if that time is not known."""
-
-    worker: Worker
-    seconds: float
-
-
 class Growth(Protocol):
     """Changes the size of an elastic pool. A seat is a reserved place for one worker on a node."""
 
@@ -153,8 +144,11 @@ class Growth(Protocol):
     async def give_back(self, seat: Any) -> None:
         """Gives back a seat that no worker has."""
 
-    async def departures(self, reported: Collection[str]) -> Sequence[Departure]:
-        """Waits until nodes are announced to end; returns their workers (never none), except those `reported`."""
+    async def departures(self, reported: Collection[str]) -> Mapping[str, float]:
+        """Waits until nodes are announced to end; returns the names of their workers (never none), except `reported`.
+
+        The values are the seconds until the node ends, infinity if that time is not known.
+        """
 
     async def release(self, index: int) -> None:
         """Kills the worker, removes it from the pool and gives its seat back. A second call does nothing."""

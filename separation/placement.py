@@ -19,7 +19,6 @@ Resources = Mapping[str, float]
 STRICT_PACK, PACK, STRICT_SPREAD = "STRICT_PACK", "PACK", "STRICT_SPREAD"
 MAX_PROCESSES_PER_CORE = 8  # Limit on the worker processes per core in a cluster that is started on this machine.
 EPSILON = 1e-6  # Tolerance in comparisons of sums of fractions of a device.
-_ADDRESS = "node:"  # Prefix of the resource that Ray gives every node; the node's address follows it.
 
 
 class ResourcesMissing(RuntimeError):
@@ -59,7 +58,7 @@ def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
 
 
 def needs_of(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    return {"CPU": spec.cpus_per_worker, **device_resources(spec, exists)}
+    return {"CPU": 1.0, **device_resources(spec, exists)}
 
 
 def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
@@ -92,16 +91,16 @@ def own_cluster(pools: Sequence[PoolSpec], cores: int) -> tuple[int, dict[str, f
     """
     if refusal := temporary_refusal():
         raise ResourcesMissing(refusal)
-    cpus = sum(spec.num_workers * spec.cpus_per_worker for spec in pools)
+    workers = sum(spec.num_workers for spec in pools)
     allowed = cores * MAX_PROCESSES_PER_CORE
-    if cpus > allowed:
-        rows = [(spec.name, spec.num_workers, f"{spec.num_workers * spec.cpus_per_worker:g}") for spec in pools]
+    if workers > allowed:
+        rows = [(spec.name, spec.num_workers) for spec in pools]
         raise ResourcesMissing(
-            f"this machine can't hold {cpus:g} CPU worth of workers: {cores} cores, at most "
-            f"{MAX_PROCESSES_PER_CORE} processes each = {allowed}\n{format_table(('pool', 'workers', 'CPU'), rows)}"
+            f"this machine can't hold {workers} workers: {cores} cores, at most {MAX_PROCESSES_PER_CORE} processes "
+            f"each = {allowed}\n{format_table(('pool', 'workers'), rows)}"
         )
     custom: dict[str, float] = {spec.name: float(spec.num_workers) for spec in pools if spec.gpus_per_worker > 0}
-    return max(1, -int(-cpus // 1)), custom
+    return max(1, workers), custom
 
 
 def totals(groups: Iterable[Resources]) -> Counter[str]:
@@ -120,19 +119,15 @@ def check_fits(reservations: Sequence[Reservation], nodes: Sequence[Resources]) 
     for name in needed:
         least = fewest_gpus(bundle.get(name, 0) for bundle in bundles) if name == "GPU" else needed[name]
         if least > exists[name] + EPSILON:
-            raise ResourcesMissing(shortage(reservations, nodes, _too_much(reservations, name, least, exists[name])))
+            headline = f"the cluster can't hold what was asked: it has {exists[name]:g} {name} and {least:g} are needed"
+            raise ResourcesMissing(shortage(reservations, nodes, headline))
     for bundle in bundles:
         if not any(holds(node, bundle) for node in nodes):
             raise ResourcesMissing(shortage(reservations, nodes, f"no node has {_text(bundle)} together"))
     for reservation in (one for one in reservations if one.apart):
         bundle, count = reservation.bundles[0], len(reservation.bundles)
         if (fitting := sum(holds(node, bundle) for node in nodes)) < count:
-            per_node = len(reservation.seats) // count
-            headline = (
-                f"{per_node} {reservation.name} worker{'s' * (per_node > 1)} per node "
-                f"{'need' if per_node > 1 else 'needs'} {count} nodes with {_text(bundle)}, and {fitting} "
-                f"{'has' if fitting == 1 else 'have'} that"
-            )
+            headline = f"{reservation.name} needs {count} nodes with {_text(bundle)} each; such nodes: {fitting}"
             raise ResourcesMissing(shortage(reservations, nodes, headline))
 
 
@@ -143,20 +138,6 @@ def fewest_gpus(shares: Iterable[float]) -> float:
     fractions = [share for share in devices if share < 1]
     large = sum(share > 0.5 + EPSILON for share in fractions)
     return whole + max(math.ceil(sum(fractions) - EPSILON), large)
-
-
-def _too_much(reservations: Sequence[Reservation], name: str, least: float, exists: float) -> str:
-    by_pool: dict[str, list[float]] = {}
-    for seat in (seat for reservation in reservations for seat in reservation.seats):
-        if share := seat.share.get(name, 0):
-            by_pool.setdefault(seat.pool, []).append(share)
-    pools = [
-        f"{pool} for {sum(shares):g}" + ("" if shares[0] == 1 else f" ({len(shares)} x {shares[0]:g})")
-        for pool, shares in by_pool.items()
-    ]
-    return (
-        f"the cluster can't hold what was asked: it has {exists:g} {name} and {least:g} are needed, {', '.join(pools)}"
-    )
 
 
 def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
@@ -194,8 +175,7 @@ def shortage(
 ) -> str:
     """Returns the `headline` and tables of what was requested and what exists, by pool and by resource.
 
-    With `free`, which returns the free amount of a resource, a column shows it; without it, and with several nodes, a
-    further table shows which node has room for which workers.
+    `free` returns the free amount of a resource, for a further column.
     """
     pools: dict[str, list[Seat]] = {}
     for seat in (seat for reservation in reservations for seat in reservation.seats):
@@ -213,8 +193,6 @@ def shortage(
         for name in needed
     ]
     tables = [format_table(("pool", "workers", "each", "all"), pool_rows), format_table(header, rows)]
-    if len(nodes) > 1 and free is None:
-        tables.append(seating(reservations, nodes))
     return "\n".join([f"{headline}:", *tables])
 
 
@@ -232,36 +210,3 @@ def share_of_node(needs: Resources, workers: int) -> dict[str, float]:
 
 def holds(node: Resources, bundle: Resources) -> bool:
     return all(node.get(name, 0) >= amount - EPSILON for name, amount in bundle.items())
-
-
-def address_of(node: Resources) -> str:
-    """Returns the node's address, from the names of its resources; `?` if none of them contains it."""
-    names = (name.removeprefix(_ADDRESS) for name in node if name.startswith(_ADDRESS))
-    return next((name for name in names if not name.startswith("__")), "?")
-
-
-def seating(reservations: Sequence[Reservation], nodes: Sequence[Resources]) -> str:
-    """Returns a table of the workers on each node, and of those without room, if each took the first node with room."""
-    left = [dict(node) for node in nodes]
-    placed: list[list[str]] = [[] for _ in nodes]
-    nowhere: list[str] = []
-    for reservation in reservations:
-        free = set(range(len(nodes)))
-        for number, bundle in enumerate(reservation.bundles):
-            workers = [f"{seat.pool}-{seat.index}" for seat in reservation.seats if seat.bundle == number]
-            index = next((index for index in sorted(free) if holds(left[index], bundle)), None)
-            if index is None:
-                nowhere += workers
-                continue
-            free -= {index} if reservation.apart else set()
-            placed[index] += workers
-            for name, amount in bundle.items():
-                left[index][name] -= amount
-    resources = list(totals(bundle for reservation in reservations for bundle in reservation.bundles))
-    rows = [
-        (address_of(node), ", ".join(f"{node.get(name, 0):g} {name}" for name in resources), ", ".join(names))
-        for node, names in zip(nodes, placed, strict=True)
-    ]
-    if nowhere:
-        rows.append(("nowhere", "", ", ".join(nowhere)))
-    return format_table(("node", "has", "would hold"), rows)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -49,11 +49,6 @@ def descendants(pid: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return [process for process in psutil.Process(pid).children(recursive=True) if alive(process)]
     return []
-
-
-def kill_new(before: Collection[psutil.Process]) -> list[psutil.Process]:
-    """Kills all descendants of this process that are not in `before`, as `kill_trees` does, and returns them."""
-    return kill_trees(lambda: [process for process in descendants(os.getpid()) if process not in before])
 
 
 def kill_trees(roots: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Process]:

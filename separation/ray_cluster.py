@@ -40,7 +40,6 @@ from separation.processes import (
     ctrl_c_ignored,
     descendants,
     kill,
-    kill_new,
     kill_remaining,
     kill_trees,
     sigterm_ours_alone,
@@ -72,6 +71,10 @@ class RayConnection:
         self.daemons: list[psutil.Process] = []
         if self.ours:
             before = descendants(os.getpid())
+
+            def started() -> list[psutil.Process]:
+                return [process for process in descendants(os.getpid()) if process not in before]
+
             try:
                 with sigterm_ours_alone():
                     _connect(pools, address)
@@ -79,9 +82,9 @@ class RayConnection:
                 with ctrl_c_ignored():
                     if ray.is_initialized():
                         ray.shutdown()
-                    kill_remaining(kill_new(before), grace=GRACE_SECONDS)
+                    kill_remaining(kill_trees(started), grace=GRACE_SECONDS)
                 raise
-            self.daemons = [process for process in descendants(os.getpid()) if process not in before]
+            self.daemons = started()
 
     def close(self) -> None:
         processes = [*self.daemons, *(child for daemon in self.daemons for child in descendants(daemon.pid))]

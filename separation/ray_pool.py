@@ -21,7 +21,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from separation.group import (
     VISIBLE_DEVICES,
-    Departure,
     Growth,
     NoSeat,
     PoolSpec,
@@ -411,16 +410,11 @@ class ElasticRayGroup(RayGroup):
     async def give_back(self, seat: ReservedSeat) -> None:
         await self._seats.give_back(seat)
 
-    async def departures(self, reported: Collection[str]) -> Sequence[Departure]:
+    async def departures(self, reported: Collection[str]) -> Mapping[str, float]:
         while True:
             ending = await self._seats.departing()
-            sitting = [(worker, self._reserved[worker.index].node) for worker in self.workers]
-            departures = [
-                Departure(worker, ending[node])
-                for worker, node in sitting
-                if node in ending and worker.name not in reported
-            ]
-            if departures:
+            nodes = {worker.name: self._reserved[worker.index].node for worker in self.workers}
+            if departures := {n: ending[node] for n, node in nodes.items() if node in ending and n not in reported}:
                 return departures
             await asyncio.sleep(POLL_SECONDS)
 

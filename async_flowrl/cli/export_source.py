@@ -12,7 +12,6 @@ from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.policies.trained_file import weights_file
 from async_flowrl.training.checkpoint import MANIFEST, Checkpoint, checkpoint_step, find_checkpoint, read_checkpoint
 
 PEFT = "peft"  # Folder of PEFT's files inside an exported folder.
@@ -97,7 +96,7 @@ def _checkpoint(path: Path) -> Path | None:
 
 
 def _read_lora(path: Path, base: str | None) -> Source:
-    file = weights_file(path)
+    file = lora_file.weights_file(path)
     run = run_of(path)
     config = read_config(run / "config.yaml") if run is not None else None
     model = _model(base or (None if config else lora_file.base_of(file)), config)

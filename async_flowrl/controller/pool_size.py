@@ -117,9 +117,8 @@ def refuse(ctx: Context, who: str, error: BaseException) -> None:
 async def shrink(ctx: Context, growth: Growth) -> None:
     """Marks the workers of drained nodes as leaving, so that they get no more tickets; runs until it is cancelled."""
     while True:
-        for departure in await growth.departures(ctx.draining.names):
-            name = departure.worker.name
-            ctx.draining.announce(name, departure.seconds)
+        for name, seconds in (await growth.departures(ctx.draining.names)).items():
+            ctx.draining.announce(name, seconds)
             ctx.work.notify(name)
 
 

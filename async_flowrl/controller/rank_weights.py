@@ -25,7 +25,7 @@ OnSealed = Callable[[Header], None]
 class ReplicatedWeights:
     """Each rank has all of the trained weights: the first one sends them and writes the checkpoints."""
 
-    by_group = False  # As `RankPosition.by_group`.
+    by_group = False  # As `World.by_group`.
 
     def __init__(self, pool: WorkerGroup) -> None:
         self._pool = pool

@@ -13,7 +13,7 @@ from async_flowrl.controller.context import Context
 from async_flowrl.controller.training_groups import TrainingGroup, make_group_again, until_whole
 from async_flowrl.tickets.table import describe
 from async_flowrl.training.messages import TrainRequest
-from async_flowrl.training.parts import RankPosition, tickets_for, tickets_of
+from async_flowrl.training.parts import World, tickets_for, tickets_of
 from separation.group import RefLost, Worker
 from separation.supervise import deadline, leaves, together
 
@@ -31,15 +31,15 @@ class Replica:
     size: int  # Number of all trainer ranks.
     # Context of every call in which its ranks train.
     training: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
-    by_group: bool = False  # As `RankPosition.by_group`.
+    by_group: bool = False  # As `World.by_group`.
     begun: bool = False  # True once its ranks know the plan of the present optimizer step.
     waiting: int = 0  # Number of calls that are not answered yet, those that wait for `lock` included.
     state: str = ""  # The state of its ranks that was recorded last in this step.
     # Held during a call: a replica gets its calls one after another.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def positions(self) -> list[RankPosition]:
-        return [RankPosition(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
+    def positions(self) -> list[World]:
+        return [World(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
 
     def owns(self, group: TrainingGroup) -> bool:
         """Returns True if one of its ranks trains a part of the group."""

@@ -324,10 +324,8 @@ class TrainerGroup:
         for worker, stats in results:
             for span in stats.spans:
                 ctx.observer.span(worker.name, span)
-            got, step = stats.fetched, stats.step
-            ctx.observer.event(
-                "fetched", worker=worker.name, step=step, update=stats.update, tickets=got.tickets, bytes=got.bytes
-            )
+            got = {"tickets": len(stats.fetched), "bytes": sum(stats.fetched)}
+            ctx.observer.event("fetched", worker=worker.name, step=stats.step, update=stats.update, **got)
 
     # -- calls of the replicas
 

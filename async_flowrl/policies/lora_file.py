@@ -125,11 +125,10 @@ def hub_name(base: str | None) -> str | None:
 
 def base_of(path: Path) -> str | None:
     """Returns the hub name of the base model that a LoRA file or folder records; None if there is none."""
-    folder = path if path.is_dir() else path.parent
-    files = [path] if path.is_file() else [folder / FILE_NAME, *sorted(folder.glob("*.safetensors"))]
-    headers = [header_of(file) for file in files if file.suffix == ".safetensors" and file.is_file()]
-    if (folder / PEFT_CONFIG).is_file():
-        headers.append(json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8")))
+    file = weights_file(path)
+    headers: list[Mapping[str, Any]] = [header_of(file)]
+    if (config := file.with_name(PEFT_CONFIG)).is_file():
+        headers.append(json.loads(config.read_text(encoding="utf-8")))
     return next(filter(None, (hub_name(header.get(key)) for header in headers for key in _BASE_KEYS)), None)
 
 
@@ -177,28 +176,48 @@ def _ordered(content: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
-def read(path: Path) -> LoraFile:
-    """Reads a diffusers LoRA file or folder, or a PEFT folder. Raises ValueError, one sentence, for anything else."""
+def weights_file(path: Path, what: str = "LoRA") -> Path:
+    """Returns the .safetensors file of a LoRA's path. Raises ValueError for no file, several, or a pickled one.
+
+    `what` is the name of the path in messages.
+    """
     if not path.exists():
-        raise ValueError(f"lora.path {path} does not exist")
-    if path.is_dir():
-        if (path / FILE_NAME).is_file():
-            return _read_diffusers(path / FILE_NAME)
-        if (path / PEFT_WEIGHTS).is_file() and (path / PEFT_CONFIG).is_file():
-            return _read_peft(path)
-        raise ValueError(f"lora.path {path} holds neither {FILE_NAME} (diffusers) nor {PEFT_CONFIG} (PEFT)")
-    if path.suffix != ".safetensors":
-        raise ValueError(f"lora.path {path} is not a .safetensors file; pickled weights are not read")
-    if path.name == PEFT_WEIGHTS and (path.parent / PEFT_CONFIG).is_file():
-        return _read_peft(path.parent)
-    return _read_diffusers(path)
+        raise ValueError(f"{what} {path} does not exist")
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{what} {path} is not a .safetensors file; pickled weights are not read")
+        header_of(path)
+        return path
+    for name in (FILE_NAME, PEFT_WEIGHTS):
+        if (path / name).is_file():
+            return weights_file(path / name, what)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        if (path / "manifest.json").is_file():
+            raise ValueError(f"{path} is a checkpoint: async-flowrl export {path} OUT writes its LoRA to OUT")
+        if (path / "lora" / FILE_NAME).is_file():
+            raise ValueError(f"{path} is a run; its LoRA is {path / 'lora'}")
+        count = f"{len(files)} .safetensors files" if files else "no .safetensors file"
+        raise ValueError(f"{what} {path} holds {count}; give the file itself, or a folder with {FILE_NAME}")
+    return weights_file(files[0], what)
+
+
+def is_peft(file: Path) -> bool:
+    """Returns True if a weights file is the one of a PEFT folder."""
+    return file.name == PEFT_WEIGHTS and (file.parent / PEFT_CONFIG).is_file()
+
+
+def read(path: Path, what: str = "LoRA") -> LoraFile:
+    """Reads a diffusers LoRA file or folder, or a PEFT folder. Raises ValueError, one sentence, for anything else."""
+    file = weights_file(path, what)
+    return _read_peft(file.parent) if is_peft(file) else _read_diffusers(file)
 
 
 def read_for(config: LoraConfig) -> LoraFile:
     """Returns the LoRA of `lora.path` with the run's alpha. Raises ValueError for another rank, or for NaN."""
     if config.path is None:
         raise ValueError("lora.path is not set")
-    source = read(expanded(config.path))
+    source = read(expanded(config.path), "lora.path")
     if source.rank != config.rank:
         raise ValueError(f"lora.path {config.path} has rank {source.rank}, lora.rank={config.rank}: make them equal")
     check_finite(source.tensors, f"lora.path {config.path}")

@@ -26,7 +26,7 @@ from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
 def check(path: Path) -> None:
     """Raises ValueError if `path` is neither the folder of a whole transformer nor a LoRA."""
     if not is_whole(path):
-        weights_file(path)
+        lora_file.weights_file(path)
 
 
 def apply(pipeline: Any, path: Path) -> None:
@@ -107,36 +107,13 @@ def apply_lora(pipeline: Any, path: Path) -> None:
     diffusers itself ignores tensors that it does not recognise, and loads nothing from a PEFT folder. Raises
     ValueError, one sentence, if the file cannot be read, and if the model lacks a layer that the LoRA adapts.
     """
-    file = weights_file(path)
-    if file.name == lora_file.PEFT_WEIGHTS and (file.parent / lora_file.PEFT_CONFIG).is_file():
+    file = lora_file.weights_file(path)
+    if lora_file.is_peft(file):
         source = lora_file.read(file)
         with tempfile.TemporaryDirectory() as work:
             _load_lora(pipeline, lora_file.write(Path(work), source.tensors, alpha=source.alpha), path)
     else:
         _load_lora(pipeline, file, path)
-
-
-def weights_file(path: Path) -> Path:
-    """Returns the .safetensors file of a LoRA's path. Raises ValueError for no file, several, or a pickled one."""
-    if not path.exists():
-        raise ValueError(f"LoRA {path} does not exist")
-    if path.is_file():
-        if path.suffix != ".safetensors":
-            raise ValueError(f"LoRA {path} is not a .safetensors file; pickled weights are not read")
-        lora_file.header_of(path)
-        return path
-    for name in (lora_file.FILE_NAME, lora_file.PEFT_WEIGHTS):
-        if (path / name).is_file():
-            return weights_file(path / name)
-    files = sorted(path.glob("*.safetensors"))
-    if len(files) != 1:
-        if (path / "manifest.json").is_file():
-            raise ValueError(f"{path} is a checkpoint: async-flowrl export {path} OUT writes its LoRA to OUT")
-        if (path / "lora" / lora_file.FILE_NAME).is_file():
-            raise ValueError(f"{path} is a run; its LoRA is {path / 'lora'}")
-        count = f"{len(files)} .safetensors files" if files else "no .safetensors file"
-        raise ValueError(f"LoRA {path} holds {count}; give the file itself, or a folder with {lora_file.FILE_NAME}")
-    return weights_file(files[0])
 
 
 def _load_lora(pipeline: Any, file: Path, where: Path) -> None:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from async_flowrl.training.fsdp import World
+from async_flowrl.training.parts import World
 from async_flowrl.transfers import upload
 
 FIRST_EXPONENT = -50  # Exponent of the first optimizer step of a run.
@@ -162,7 +162,7 @@ class ShardSum(ExactSum):
     """As ExactSum, of this rank's share [numel] of the gradient; only the account is added up over the ranks.
 
     FSDP2's reduce-scatter adds the gradients of the parts that the ranks compute side by side, as floats, in an order
-    that the number of ranks fixes. Which parts these are is a function of their group (`RankPosition.by_group`), and
+    that the number of ranks fixes. Which parts these are is a function of their group (`World.by_group`), and
     such sums are added as integers. So no order of arrival changes a bit of the total; another number of ranks does.
     """
 

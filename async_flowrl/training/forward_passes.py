@@ -23,14 +23,13 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import reference_mode
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import (
     GAP,
     PartStats,
     StepPlan,
 )
 from async_flowrl.training.optimizer import Optimizer
-from async_flowrl.training.parts import Group, Part, to_device
+from async_flowrl.training.parts import Group, Part, World, to_device
 from async_flowrl.types import Conditioning, EncoderInput, Span
 
 # Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines.

@@ -5,44 +5,15 @@ Each rank holds all trained tensors; FSDP does not touch them (how it shards tra
 
 import functools
 import warnings
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from async_flowrl.policies.base import Policy
-from async_flowrl.training.parts import RankPosition
-
-
-@dataclass(frozen=True)
-class World(RankPosition):
-    """This rank's position among the trainer ranks, with their collectives."""
-
-    joined: bool = False  # True if this process has joined a process group; otherwise it trains alone.
-
-    @classmethod
-    def current(cls) -> "World":
-        """Returns the position in torch.distributed's default process group, or that of a lone rank without one."""
-        if not dist.is_initialized():
-            return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), joined=True)
-
-    def sum(self, values: Tensor) -> None:
-        """Sums `values` over all ranks, in place and with the same bits; without a process group it does nothing."""
-        if self.size > 1 and dist.is_initialized():
-            dist.all_reduce(values)
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns the `values` of all ranks, in rank order."""
-        if self.size == 1:
-            return [values]
-        by_rank = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(by_rank, values)
-        return by_rank
+from async_flowrl.training.parts import World
 
 
 def free_gathered(network: nn.Module) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 from async_flowrl.config.schema import TrainerConfig
-from async_flowrl.types import EncoderInput, Sampling, Span, Trajectory
+from async_flowrl.types import EncoderInput, Sampling, Span
 
 
 @dataclass(frozen=True)
@@ -175,20 +175,6 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """Number and bytes of the trajectories that a rank got."""
-
-    tickets: int = 0
-    bytes: int = 0
-
-    def plus(self, trajectories: Sequence[Trajectory]) -> "Fetched":
-        """Returns the numbers with these trajectories added."""
-        return Fetched(
-            self.tickets + len(trajectories), self.bytes + sum(trajectory.nbytes for trajectory in trajectories)
-        )
-
-
-@dataclass(frozen=True)
 class UpdateStats:
     """Statistics of one optimizer step, first of each rank, then merged over ranks (`merged`)."""
 
@@ -207,7 +193,7 @@ class UpdateStats:
     # True if the movement of the policy is measured in the next optimizer step; several ranks then need
     # `TrainRequest.probe`.
     measures_next: bool = True
-    fetched: Fetched = Fetched()  # Trajectories that this rank got for this optimizer step.
+    fetched: tuple[int, ...] = ()  # Bytes of each trajectory that this rank got for this optimizer step.
     digest: str = ""  # Fingerprint of the trained weights after the step, equal on all ranks.
     # Seconds for which the end of the step waited for tickets that the rank's process makes; merged: the longest. None
     # if its process makes no tickets.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch
@@ -21,8 +22,8 @@ from async_flowrl.types import Trajectory
 
 
 @dataclass(frozen=True)
-class RankPosition:
-    """Position of a rank among the trainer ranks."""
+class World:
+    """A rank's position among the trainer ranks, with their collectives."""
 
     rank: int = 0  # Number of the rank, from 0.
     size: int = 1  # Number of all ranks.
@@ -31,6 +32,27 @@ class RankPosition:
     # True: the ranks of a replica add up their gradients part by part (tune=full with shard=full), so which parts are
     # computed side by side must be a function of the group alone. False: each rank has a sum of its own.
     by_group: bool = False
+    joined: bool = False  # True if this process has joined a process group; otherwise it trains alone.
+
+    @classmethod
+    def current(cls) -> "World":
+        """Returns the position in torch.distributed's default process group, or that of a lone rank without one."""
+        if not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size(), joined=True)
+
+    def sum(self, values: Tensor) -> None:
+        """Sums `values` over all ranks, in place and with the same bits; without a process group it does nothing."""
+        if self.size > 1 and dist.is_initialized():
+            dist.all_reduce(values)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Returns the `values` of all ranks, in rank order."""
+        if self.size == 1:
+            return [values]
+        by_rank = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(by_rank, values)
+        return by_rank
 
     @property
     def replica(self) -> range:
@@ -54,7 +76,7 @@ def cut(selected: Sequence[int], samples: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(selected[start : start + samples]) for start in range(0, len(selected), samples))
 
 
-def parts_of(metas: Sequence[GroupMeta], place: RankPosition) -> list[Part]:
+def parts_of(metas: Sequence[GroupMeta], place: World) -> list[Part]:
     """Returns the parts that this rank computes of the groups of one call, in order.
 
     The ranks of a replica gather the base together, so they need equal numbers of parts (with `place.by_group` in each
@@ -65,7 +87,7 @@ def parts_of(metas: Sequence[GroupMeta], place: RankPosition) -> list[Part]:
     return [part for together in positions for part in _side_by_side(metas, together, place)]
 
 
-def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], place: RankPosition) -> list[Part]:
+def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], place: World) -> list[Part]:
     """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
     by_rank: dict[int, list[Part]] = {rank: [] for rank in place.replica}
     for position in positions:
@@ -83,7 +105,7 @@ def tickets_of(meta: GroupMeta, parts: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({image // images for part in parts for image in meta.parts[part]}))
 
 
-def tickets_for(metas: Sequence[GroupMeta], place: RankPosition) -> tuple[tuple[int, ...], ...]:
+def tickets_for(metas: Sequence[GroupMeta], place: World) -> tuple[tuple[int, ...], ...]:
     """Returns for each group of a call the positions of the tickets whose trajectories this rank needs."""
     parts = parts_of(metas, place)
     return tuple(
@@ -91,7 +113,7 @@ def tickets_for(metas: Sequence[GroupMeta], place: RankPosition) -> tuple[tuple[
     )
 
 
-def _owners(meta: GroupMeta, place: RankPosition) -> Sequence[int]:
+def _owners(meta: GroupMeta, place: World) -> Sequence[int]:
     count = len(meta.parts)
     if not meta.owners:
         return [place.rank] * count
@@ -247,7 +269,7 @@ def groups_of(
     metas: Sequence[GroupMeta],
     trajectories: Sequence[Trajectory],
     tickets: Sequence[Sequence[int]],
-    place: RankPosition,
+    place: World,
     device: torch.device,
 ) -> Iterator[tuple[Group, list[Part]]]:
     """Yields the groups of a call of which this rank computes parts, with these parts.

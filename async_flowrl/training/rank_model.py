@@ -23,7 +23,8 @@ from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel, load_policy, weights_of
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
-from async_flowrl.training.fsdp import World, checkpoint_blocks, shard
+from async_flowrl.training.fsdp import checkpoint_blocks, shard
+from async_flowrl.training.parts import World
 from async_flowrl.training.sharded import shard_trained
 from checkpoint_engine import base_digest
 

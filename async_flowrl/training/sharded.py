@@ -31,7 +31,8 @@ from async_flowrl.training.checkpoint import (
     write_share,
 )
 from async_flowrl.training.flat import FlatParameters, moved_to
-from async_flowrl.training.fsdp import World, free_gathered
+from async_flowrl.training.fsdp import free_gathered
+from async_flowrl.training.parts import World
 from checkpoint_engine import weights_digest
 from checkpoint_engine.digest import combine
 from checkpoint_engine.gather import shard_rows

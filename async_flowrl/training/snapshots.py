@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import time
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,6 @@ from async_flowrl.training.update import Update
 from async_flowrl.training.versions import Versions
 from async_flowrl.types import Span
 from checkpoint_engine.side_stream import SideStream, on, recorded
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Algorithm whose state lasts from batch to batch, and is therefore saved in checkpoints."""
-
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -60,8 +51,8 @@ class RankState:
             "optimizer": self.inputs.optimizer.state(),
             **self.versions.state(),
         }
-        if isinstance(self.inputs.algorithm, Stateful):
-            tensors["algorithm"] = {n: t.to("cpu", copy=True) for n, t in self.inputs.algorithm.state_dict().items()}
+        if (state_dict := getattr(self.inputs.algorithm, "state_dict", None)) is not None:
+            tensors["algorithm"] = {name: tensor.to("cpu", copy=True) for name, tensor in state_dict().items()}
         return tensors
 
     def check(self, checkpoint: Checkpoint, path: str) -> None:
@@ -81,8 +72,8 @@ class RankState:
         self.inputs.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
         self.update.exponent = int(checkpoint.trainer["sum_exponent"])
         self.versions.load(checkpoint.tensors)
-        if isinstance(self.inputs.algorithm, Stateful):
-            self.inputs.algorithm.load_state_dict(checkpoint.tensors["algorithm"])
+        if (load_state_dict := getattr(self.inputs.algorithm, "load_state_dict", None)) is not None:
+            load_state_dict(checkpoint.tensors["algorithm"])
 
 
 # Number of the newest copies that are retained: the one under way, and one whose version may still be asked for.

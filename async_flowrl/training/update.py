@@ -26,7 +26,6 @@ from async_flowrl.training.forward_passes import (
 from async_flowrl.training.fsdp import free_gathered
 from async_flowrl.training.messages import (
     GAP,
-    Fetched,
     GroupMeta,
     Manifest,
     PartStats,
@@ -60,7 +59,7 @@ class Update:
         self._planned = Account()  # Account of the parts that all ranks together have to add.
         # Lowest number of a group in this optimizer step so far; the first part of that group is probed.
         self._lowest: int | None = None
-        self._fetched = Fetched()
+        self._fetched: list[int] = []  # Bytes of each trajectory that came.
         # Training step under way, whose gradients are not in the weights yet; None if none is.
         self.under_way: int | None = None
         # `_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed.
@@ -93,7 +92,7 @@ class Update:
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """Computes predictions of the weights at the start of the batch, for groups of a later step."""
-        self._fetched = self._fetched.plus(trajectories)
+        self._fetched += [trajectory.nbytes for trajectory in trajectories]
         measured = UpdateMetrics()
         with self._inputs.turn():
             for group, parts in self._mine(request.metas, trajectories, request.tickets):
@@ -130,7 +129,7 @@ class Update:
         step = self._begun("accumulate")
         if self._plan.rows <= 0:
             raise ValueError(f"step {step} has groups to train on, but its plan counts {self._plan.rows} rows")
-        self._fetched = self._fetched.plus(trajectories)
+        self._fetched += [trajectory.nbytes for trajectory in trajectories]
         probed = self._lower_than_all_before(metas)
         probing = probed is not None and self._plan.probes(self._inputs.algorithm.records)
         self._broken = True  # After an error, the sum may have only some of the parts, and the gradient half of one.
@@ -248,7 +247,7 @@ class Update:
         if request.planned is not None:
             self._planned = self._account_of(step, request.planned)
         if request.probe is not None:
-            self._fetched = self._fetched.plus(trajectories)
+            self._fetched += [trajectory.nbytes for trajectory in trajectories]
             self._remember(Group(request.probe, trajectories, device=self._inputs.device, held=request.probe_tickets))
         overflow = None
         if self._planned.count:
@@ -272,8 +271,8 @@ class Update:
         if self.under_way is None or not self._summed:
             raise RuntimeError("take_step was called before add_up")
         step, self.under_way, self._summed = self.under_way, None, False
-        stats = replace(self._optimize(step), measures_next=self._region.due, fetched=self._fetched)
-        self._fetched = Fetched()
+        stats = replace(self._optimize(step), measures_next=self._region.due, fetched=tuple(self._fetched))
+        self._fetched.clear()
         if self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:
             self._passes.forget_proximal()
             self._profiler.stop()

@@ -35,9 +35,10 @@ from async_flowrl.training.checkpoint import (
 )
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
-from async_flowrl.training.fsdp import World, prefetch
+from async_flowrl.training.fsdp import prefetch
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
+from async_flowrl.training.parts import World
 from async_flowrl.training.rank_model import ModelInputs, load_model
 from async_flowrl.training.sharded import ShardedParameters, ShardSaving
 from async_flowrl.training.snapshots import RankState, Snapshots

@@ -278,7 +278,7 @@ def test_more_workers_than_this_machine_holds(
 ) -> None:
     """The one refusal with a table: what was asked, pool by pool."""
     message = refuse(["rollout.num_workers=5000", f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
-    assert "5002 CPU" in message.splitlines()[0]
+    assert "5002 workers" in message.splitlines()[0]
     assert [line.split()[:2] for line in message.splitlines()[1:]] == [
         ["pool", "workers"],
         ["trainer", "1"],

@@ -2,11 +2,11 @@
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from async_flowrl.config.schema import RolloutConfig
-from separation.group import Departure, NoSeat, Worker
+from separation.group import NoSeat, Worker
 from tests.support.toy_pool import REBUILD_SECONDS, ToyPool, ToyWorker
 
 SUCCESSOR_SECONDS = 10.0
@@ -91,12 +91,12 @@ class ToyGrowth:
             raise NoSeat("no node has had a seat") from None
         self.free -= 1
 
-    async def departures(self, known: Collection[str]) -> Sequence[Departure]:
+    async def departures(self, known: Collection[str]) -> Mapping[str, float]:
         while True:
             now = asyncio.get_running_loop().time()
             here = [worker for worker in self.pool.workers if worker.name in self._ending.keys() - set(known)]
             if here:
-                return [Departure(worker, max(0.0, self._ending[worker.name] - now)) for worker in here]
+                return {worker.name: max(0.0, self._ending[worker.name] - now) for worker in here}
             await self._changed.wait()
 
     async def release(self, index: int) -> None:

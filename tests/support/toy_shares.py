@@ -14,7 +14,7 @@ from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import FOLDER, Checkpoint
-from async_flowrl.training.fsdp import World
+from async_flowrl.training.parts import World
 from async_flowrl.training.sharded import ShardSaving
 from async_flowrl.types import POLICY
 from checkpoint_engine import (

@@ -24,7 +24,6 @@ from async_flowrl.training.checkpoint import (
 )
 from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
 from async_flowrl.training.messages import (
-    Fetched,
     GroupMeta,
     Manifest,
     StepPlan,
@@ -32,7 +31,7 @@ from async_flowrl.training.messages import (
     TrainRequest,
     UpdateStats,
 )
-from async_flowrl.training.parts import RankPosition, parts_of
+from async_flowrl.training.parts import World, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import EMA, Trajectory
 from checkpoint_engine import weights_digest
@@ -93,8 +92,8 @@ class ToyTrainer:
         """Whether the optimizer step under way is to be measured if it is due."""
 
     @property
-    def position(self) -> RankPosition:
-        return RankPosition(self.index, self.config.trainer.num_workers)
+    def position(self) -> World:
+        return World(self.index, self.config.trainer.num_workers)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the rows of a whole tensor that this rank has: all of them."""
@@ -175,7 +174,7 @@ class ToyTrainer:
     def take_step(self) -> UpdateStats:
         account, before = self.account, self._copy()
         taken = self.step * self.config.trainer.updates_per_batch + self.plan.update
-        fetched = Fetched(self.given, 0)
+        fetched = (0,) * self.given
         self.given = 0
         if account.count:
             gradient = torch.empty(2 * SIZE)

@@ -29,7 +29,7 @@ from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import evaluation_sampling, sampling
 from async_flowrl.training import rank_model
-from async_flowrl.training.fsdp import World
+from async_flowrl.training.parts import World
 from async_flowrl.training.worker import TrainerWorker
 from tests.support.published import use_published_models
 

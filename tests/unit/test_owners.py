@@ -7,7 +7,7 @@ import pytest
 
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.training.messages import GroupMeta
-from async_flowrl.training.parts import RankPosition, cut, parts_of, tickets_for
+from async_flowrl.training.parts import World, cut, parts_of, tickets_for
 from async_flowrl.types import Sampling
 
 SAMPLING = Sampling(32, 4, 1.0, None, " ", "sde", 0.7)
@@ -46,8 +46,8 @@ def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
     """Of four images in two tickets: parts of one image on ranks 0 and 1; a rank without any repeats another's."""
     given = replace(meta(3, (0, 1, 1)), advantages=(1.0,) * 4, parts=((3,), (0,), (1,)), tickets=2)
     for per_replica, expected in ((1, [((1,),), ((0,),), ((),)]), (3, [((1,),), ((0,),), ((0,),)])):
-        assert [tickets_for([given], RankPosition(rank, 3, per_replica)) for rank in range(3)] == expected
-    repeated = [part.part for part in parts_of([given], RankPosition(0, 3, 3)) if not part.counts]
+        assert [tickets_for([given], World(rank, 3, per_replica)) for rank in range(3)] == expected
+    repeated = [part.part for part in parts_of([given], World(0, 3, 3)) if not part.counts]
     assert repeated == [0], "its own last one, which it has already"
 
 
@@ -61,9 +61,9 @@ def test_every_part_is_trained_once_and_a_replica_in_step(per_replica: int) -> N
     owners = Assignment(4, per_replica)
     owners.begin(7)
     metas = [meta(group, owners.assign([2, 2])) for group in range(7)]
-    by_rank = [parts_of(metas, RankPosition(rank, 4, per_replica)) for rank in range(4)]
+    by_rank = [parts_of(metas, World(rank, 4, per_replica)) for rank in range(4)]
     counted = [(part.group, part.part) for parts in by_rank for part in parts if part.counts]
     assert sorted(counted) == [(group, part) for group in range(7) for part in range(2)]
     for rank, parts in enumerate(by_rank):
-        assert len(parts) == max(len(by_rank[other]) for other in RankPosition(rank, 4, per_replica).replica)
+        assert len(parts) == max(len(by_rank[other]) for other in World(rank, 4, per_replica).replica)
         assert per_replica > 1 or all(part.counts for part in parts)

@@ -191,7 +191,7 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
 
     Passes without gradient are the behaviour, the reference and, for all optimizer steps but the first, the proximal
     policy. Ranks that share the trained weights compute the parts of one group after the other
-    (`RankPosition.by_group`).
+    (`World.by_group`).
     """
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))

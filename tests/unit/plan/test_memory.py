@@ -15,7 +15,7 @@ from async_flowrl.memory.rehearsal.rank import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
-from async_flowrl.training.fsdp import World
+from async_flowrl.training.parts import World
 from tests.support.allocations import Allocations
 from tests.support.families import NAMES, how
 from tests.support.fused_attention import fused_attention

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.fsdp import World, shard
+from async_flowrl.training.fsdp import shard
+from async_flowrl.training.parts import World
 from async_flowrl.training.rank_model import base_tensors, digest_of_stored, stream_base
 from separation.rendezvous import join, leave
 from tests.support.allocations import Allocations

@@ -20,8 +20,8 @@ from async_flowrl.training.exact import (
     fitting_exponent,
     mark_of,
 )
-from async_flowrl.training.fsdp import World
 from async_flowrl.training.messages import Summed
+from async_flowrl.training.parts import World
 from async_flowrl.training.update import NonFiniteError
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import _step

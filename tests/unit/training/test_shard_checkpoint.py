@@ -28,7 +28,7 @@ from async_flowrl.training.checkpoint import (
     whole_parts,
     write_share,
 )
-from async_flowrl.training.fsdp import World
+from async_flowrl.training.parts import World
 from async_flowrl.training.sharded import ShardSaving
 
 PARTS = {

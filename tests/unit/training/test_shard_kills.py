@@ -22,7 +22,7 @@ from async_flowrl.training.checkpoint import (
     find_checkpoint,
     read_checkpoint,
 )
-from async_flowrl.training.fsdp import World
+from async_flowrl.training.parts import World
 from async_flowrl.training.sharded import ShardSaving
 from checkpoint_engine.gather import shard_rows
 from tests.support.forked import CONTEXT
