@@ -4,7 +4,7 @@ A Publisher holds the sender's versions, a Receiver those of one receiver; a Del
 versions between them. docs/checkpoint_engine.md explains it.
 """
 
-from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, DeliveryOptions, Draft, Header, ReceiverEndpoint
+from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, DeliveryOptions, Draft, Header
 from checkpoint_engine.binding_proof import (
     CANARY_VERSION,
     LoraModule,
@@ -15,7 +15,7 @@ from checkpoint_engine.binding_proof import (
 )
 from checkpoint_engine.delivery import Delivery
 from checkpoint_engine.digest import base_digest, weights_digest
-from checkpoint_engine.errors import EngineError, TransferCorrupted, TransferFailed, VersionGone, WeightsMismatch
+from checkpoint_engine.errors import TransferCorrupted, TransferFailed, VersionGone, WeightsMismatch
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
@@ -29,13 +29,11 @@ __all__ = [
     "Delivery",
     "DeliveryOptions",
     "Draft",
-    "EngineError",
     "Header",
     "Layout",
     "LoraModule",
     "Publisher",
     "Receiver",
-    "ReceiverEndpoint",
     "TransferCorrupted",
     "TransferFailed",
     "VersionGone",

@@ -168,11 +168,7 @@ def parents(
     other nodes form a tree: the sender serves the first receiver of `node_fan_out` nodes, each of these serves the
     first receiver of as many further nodes, and so on. On a node, the first one serves the others, in a tree of width
     `max_fan_out`. If its nodes have at most `max_fan_out` receivers together, the sender serves all of these itself.
-    Raises ValueError if a limit is below 1.
     """
-    for name, value in (("max_fan_out", max_fan_out), ("node_fan_out", node_fan_out)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
     by_node: dict[str, list[str]] = {}
     for name, node in nodes.items():
         by_node.setdefault(node, []).append(name)

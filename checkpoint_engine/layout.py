@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 
 import torch
@@ -100,15 +99,13 @@ class Layout:
         for name, entry in mine.items():
             match = theirs.get(name)
             if match is None:
-                return f"{name} is missing{_nearest(name, theirs.keys() - mine.keys())}"
+                return f"{name} is missing"
             if match.shape != entry.shape:
                 return f"{name} has shape {list(match.shape)}, expected {list(entry.shape)}"
             if match.dtype != entry.dtype:
                 return f"{name} has dtype {match.dtype}, expected {entry.dtype}"
-        for name in theirs:
-            if name not in mine:
-                return f"{name} is not expected{_nearest(name, mine)}"
-        return "the tensors are equal but lie at other offsets"
+        extra = sorted(theirs.keys() - mine.keys())
+        return f"{extra[0]} is not expected" if extra else "the tensors are equal but lie at other offsets"
 
 
 class RunningDigests:
@@ -157,11 +154,6 @@ def dtype_of(entry: Entry) -> torch.dtype:
 def padded(size: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Returns the offset at which a tensor after `size` bytes begins."""
     return -(-size // alignment) * alignment
-
-
-def _nearest(name: str, names: "Mapping[str, Entry] | set[str]") -> str:
-    close = get_close_matches(name, list(names), n=1, cutoff=0.7)
-    return f" (nearest: {close[0]})" if close else ""
 
 
 MAX_SAMPLES_PER_TENSOR = 16  # Largest number of elements per tensor that are compared.

@@ -91,9 +91,7 @@ class SealedVersions:
         retain: int = 2,
         pinned: bool = False,
     ) -> None:
-        """`alpha` and `rank` as in Draft; `pinned` host memory is for copies from a GPU. ValueError for retain < 1."""
-        if retain < 1:
-            raise ValueError(f"a publisher retains at least 1 version, got retain={retain}")
+        """`alpha` and `rank` as in Draft; `pinned` host memory is for copies from a GPU."""
         self.layout, self.stream, self.alpha, self.rank, self.retain = layout, stream, alpha, rank, retain
         self._buffers = HostBuffers(layout, pinned=pinned)
         self._sealed: dict[int, tuple[Header, ByteArray]] = {}
@@ -177,7 +175,7 @@ class Publisher(SealedVersions):
     ) -> None:
         """`tensors` are the live tensors, `dtypes` (name → dtype) those that are sent (None: their own).
 
-        `alpha` and `rank` are those of LoRA tensors, as in Draft. Raises ValueError for retain < 1.
+        `alpha` and `rank` are those of LoRA tensors, as in Draft.
         """
         layout = Layout.of(tensors, dtypes)
         self.tensors = dict(tensors)

@@ -42,9 +42,7 @@ class Receiver:
         rank: int | None = None,
         on_host: bool = False,
     ) -> None:
-        """`alpha` and `rank` as in Draft. ValueError for capacity < 1, no stream, or several devices."""
-        if capacity < 1 or not streams:
-            raise ValueError(f"a receiver needs capacity >= 1 and a stream, got {capacity} and {list(streams)}")
+        """`alpha` and `rank` as in Draft. ValueError for tensors on several devices."""
         devices = {tensor.device for tensor in tensors.values()}
         if len(devices) != 1:
             raise ValueError(f"the tensors must lie on one device, got {sorted(map(str, devices))}")
@@ -193,13 +191,6 @@ class Receiver:
                 f"{header.title} arrived with {size} of {header.nbytes} bytes: the first tensor cut off is {cut}"
             )
 
-    def _check_fresh(self, header: Header, ring: Sequence[int]) -> None:
-        if len(ring) >= self.capacity and header.version < ring[0]:
-            raise WeightsMismatch(
-                f"{header.title} is stale: the receiver holds {list(ring)} already, "
-                f"{self.layout.entries[0].name} and all others are newer there"
-            )
-
     def _check_digests(self, header: Header, digests: RunningDigests) -> None:
         for entry, arrived, expected in zip(self.layout.entries, digests.finish(), header.digests, strict=True):
             if arrived != expected:
@@ -213,8 +204,9 @@ class Receiver:
             if same is not None and same[0].digest != header.digest:
                 raise WeightsMismatch(f"{header.title} came twice with different contents")
             ring = sorted(v for s, stream, v in self._retained if s == slot and stream == header.stream)
-            if slot == RING and same is None:
-                self._check_fresh(header, ring)
+            if slot == RING and same is None and len(ring) >= self.capacity and header.version < ring[0]:
+                newer = f"{self.layout.entries[0].name} and all others are newer there"
+                raise WeightsMismatch(f"{header.title} is stale: the receiver holds {ring} already, {newer}")
             evicted = [key] if same is not None else []
             if slot == EVALUATION:
                 evicted = [other for other in self._retained if other[0] == EVALUATION]

@@ -48,7 +48,7 @@ class NoSeat(RuntimeError):
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Description of a pool. Raises ValueError for an uneven `workers_per_node`, or visible GPUs in `environment`."""
+    """Description of a pool. `workers_per_node` divides the number of workers; `environment` has no visible GPUs."""
 
     name: str
     factory: str  # `pkg.module:attr` of the function or class that makes a worker's object.
@@ -89,15 +89,6 @@ class PoolSpec:
     def size(self) -> str:
         """The size as text, e.g. `8`, or `8 (2 to 16)` for an elastic pool."""
         return f"{self.num_workers} ({self.least} to {self.most})" if self.elastic else f"{self.num_workers}"
-
-    def __post_init__(self) -> None:
-        if self.workers_per_node is not None and self.num_workers % self.workers_per_node:
-            raise ValueError(
-                f"workers_per_node={self.workers_per_node} of the pool {self.name} must divide its "
-                f"{self.num_workers} workers"
-            )
-        if VISIBLE_DEVICES in self.environment:
-            raise ValueError(f"{VISIBLE_DEVICES} of the pool {self.name} follows from its seats and can't be set")
 
 
 class Worker(Protocol):

@@ -3,7 +3,7 @@
 import torch
 
 from async_flowrl.training.exact import Account, ExactSum
-from async_flowrl.training.fsdp import World as TrainerWorld
+from async_flowrl.training.parts import World as TrainerWorld
 
 
 class FloatSum(ExactSum):
