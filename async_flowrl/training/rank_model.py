@@ -30,18 +30,6 @@ from checkpoint_engine import base_digest
 
 
 @dataclass(frozen=True)
-class ModelInputs:
-    """What a rank's model is made from."""
-
-    config: Config
-    model: ResolvedModel
-    device: torch.device
-    sizes: Sequence[Resolution]  # Sizes of the trained images, for each of which the algorithm's schedule is checked.
-    # Base weights that the rollout worker of the same process has, too; None without such a worker.
-    one_base: OneBase | None
-
-
-@dataclass(frozen=True)
 class RankModel:
     """A rank's model, and what is known of it."""
 
@@ -56,40 +44,50 @@ class RankModel:
     base_parameters: int
 
 
-def load_model(inputs: ModelInputs, world: World) -> RankModel:
+def load_model(
+    config: Config,
+    model: ResolvedModel,
+    *,
+    device: torch.device,
+    sizes: Sequence[Resolution],
+    one_base: OneBase | None,
+    world: World,
+) -> RankModel:
     """Builds the model of one of the ranks of `world`, and reads its base weights.
 
-    Raises ValueError if the model does not fit the configuration: its sizes, its schedule, its layers.
+    `sizes`: of the trained images, for each of which the algorithm's schedule is checked. `one_base`: the base weights
+    that the rollout worker of the same process has, too; None without such a worker. Raises ValueError if the model
+    does not fit the configuration: its sizes, its schedule, its layers.
     """
-    config, trainer, one_base = inputs.config, inputs.config.trainer, inputs.one_base
+    trainer = config.trainer
     # A single rank reads the model to the CPU. Several ranks read nothing before each has memory for its shard.
     parts = "structure" if world.joined or one_base is not None else "transformer"
-    policy = load_policy(inputs.model, dtype=inputs.model.dtype, device="cpu", parts=parts)
+    policy = load_policy(model, dtype=model.dtype, device="cpu", parts=parts)
     tuning = tuning_of(config)
     if one_base is not None:
         one_base.share_parameters(policy.transformer, trained=tuning.parameters(policy.transformer))
-    schedules = check_policy(config, policy, inputs.sizes)
+    schedules = check_policy(config, policy, sizes)
     base = dict(policy.transformer.named_parameters())
     count = sum(parameter.numel() for parameter in base.values())
-    digest = _digest(inputs, world, base)
+    if one_base is not None:
+        digest = one_base.digest
+    else:
+        digest = digest_of_stored(model, world, set(base)) if world.joined else base_digest(base)
     tuning.attach(policy, config.seed)
     tuning.warm_start(policy)
     # What `auto` is where nobody has decided it: what is sure to need least on a GPU.
-    unplanned = {"auto": "full" if inputs.device.type == "cuda" else "none"}
+    unplanned = {"auto": "full" if device.type == "cuda" else "none"}
     checkpoint_blocks(policy, unplanned.get(trainer.gradient_checkpointing, trainer.gradient_checkpointing))
     if trainer.compile:
         compile_blocks(policy)
     dtypes = tuning.dtypes(policy.transformer)  # Read before sharding, which makes them float32.
-    world, layout = _lay_out(inputs, policy, set(tuning.parameters(policy.transformer).values()), world)
+    trained_before = set(tuning.parameters(policy.transformer).values())
+    world, layout = _lay_out(config, policy, trained_before, world, device)
+    if world.joined and one_base is None:
+        stream_base(policy.transformer, model, world, device=device, offload=trainer.cpu_offload)
     # Read after `_lay_out`, which replaces the parameters of the base by other objects if there are several ranks.
     trained = tuning.parameters(policy.transformer)
     return RankModel(policy, trained, dtypes, world, layout, digest, schedules, count)
-
-
-def _digest(inputs: ModelInputs, world: World, base: Mapping[str, Tensor]) -> str:
-    if inputs.one_base is not None:
-        return inputs.one_base.digest
-    return digest_of_stored(inputs.model, world, set(base)) if world.joined else base_digest(base)
 
 
 def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> str:
@@ -110,21 +108,20 @@ def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) ->
     return digest.hexdigest()
 
 
-def _lay_out(inputs: ModelInputs, policy: Policy, trained: set[nn.Parameter], world: World) -> tuple[World, str]:
-    """Gives the base weights their memory on this rank and, with several ranks, reads them from the files.
+def _lay_out(
+    config: Config, policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device
+) -> tuple[World, str]:
+    """Gives the base weights their place on this rank.
 
     Returns the world with the ranks per replica, and how the ranks hold the base, in words.
     """
-    config, device, offload = inputs.config, inputs.device, inputs.config.trainer.cpu_offload
     sharded = world.joined and config.is_sharded
     per_replica = config.ranks_per_replica(world.size, sharded=sharded)
     world = replace(world, per_replica=per_replica, by_group=sharded and tuning_of(config).whole)
     if world.by_group:
         layout = shard_trained(policy, trained, world, device)
     else:
-        layout = shard(policy, trained, world, device=device, sharded=sharded, offload=offload)
-    if world.joined and inputs.one_base is None:
-        stream_base(policy.transformer, inputs.model, world, device=device, offload=offload)
+        layout = shard(policy, trained, world, device=device, sharded=sharded, offload=config.trainer.cpu_offload)
     return world, layout
 
 

@@ -8,7 +8,7 @@ arXiv 1502.05477, appendix C, but with the exact divergence instead of its secon
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -46,16 +46,6 @@ NOT_FINITE_FACTOR = 0.1  # Factor by which a step is scaled if its KL is not fin
 AIM_SHARE = 0.95  # A scaling aims at this share of the allowed KL, so that the next measurement is below the limit.
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Rows of one denoising step, and their prediction before the optimizer step."""
-
-    group: Group
-    step: int
-    batch: MicroBatch
-    before: Prediction
-
-
 class TrustRegion:
     """Measures and limits optimizer steps, with the same numbers on every rank: `begin`, `remember`, `prepare`,
     `bound`.
@@ -70,7 +60,8 @@ class TrustRegion:
         self._images = inputs.config.algorithm.kl_probe_images if hasattr(inputs.algorithm, "moved") else 0
         self._limit = inputs.config.algorithm.max_kl_per_update
         self._kept: ProbeRows | None = None
-        self._probes: list[Probe] = []
+        # Rows of each measured denoising step, with their predictions before the optimizer step.
+        self._probes: list[tuple[MicroBatch, Prediction]] = []
 
     def begin(self) -> None:
         """Forgets the rows of the last optimizer step."""
@@ -97,18 +88,12 @@ class TrustRegion:
     def prepare(self) -> None:
         """Computes the predictions before the optimizer step."""
         assert self._kept is not None
-        self._probes = self._predicted(*self._kept)
-
-    def _predicted(self, group: Group, trained: list[MicroBatch]) -> list[Probe]:
-        """Returns the rows of all measured denoising steps, with their predictions by the present weights."""
+        group, trained = self._kept
         rows = trained + self._untrained(group, trained)
         predictions = self._passes.predict(group, rows)
         stds = torch.stack([prediction["std"][0] for prediction in predictions]).tolist()
-        return [
-            Probe(group, int(batch.steps[0]), batch, before)
-            for batch, before, std in zip(rows, predictions, stds, strict=True)
-            if std >= SHARPEST
-        ]
+        probes = zip(rows, predictions, stds, strict=True)
+        self._probes = [(batch, before) for batch, before, std in probes if std >= SHARPEST]
 
     def _untrained(self, group: Group, trained: list[MicroBatch]) -> list[MicroBatch]:
         """Returns micro-batches of the same images at the steps that are not trained; their noise has fixed seeds."""
@@ -139,10 +124,11 @@ class TrustRegion:
     def _measure(self) -> ByStep:
         """Returns the KL of each denoising step, mean over the measured images."""
         self._inputs.parameters.changed()  # a scaling has changed the weights
-        means = {}
-        for probe in sorted(self._probes, key=lambda probe: probe.step):
-            (after,) = self._passes.predict(probe.group, [probe.batch])
-            means[probe.step] = cast("Any", self._inputs.algorithm).moved(probe.batch, probe.before, after).mean()
+        assert self._kept is not None
+        group, means = self._kept[0], {}
+        for batch, before in sorted(self._probes, key=lambda probe: int(probe[0].steps[0])):
+            (after,) = self._passes.predict(group, [batch])
+            means[int(batch.steps[0])] = cast("Any", self._inputs.algorithm).moved(batch, before, after).mean()
         return dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
 
 

@@ -39,7 +39,7 @@ from async_flowrl.training.fsdp import prefetch
 from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import World
-from async_flowrl.training.rank_model import ModelInputs, load_model
+from async_flowrl.training.rank_model import load_model
 from async_flowrl.training.sharded import ShardedParameters, ShardSaving
 from async_flowrl.training.snapshots import RankState, Snapshots
 from async_flowrl.training.update import Update
@@ -106,8 +106,8 @@ class TrainerWorker:
             return self._load()
 
     def _load(self) -> dict[str, Any]:
-        inputs = ModelInputs(self.config, self.model, self.device, self._sizes, self._one_base)
-        loaded = load_model(inputs, World.current())
+        base, world = self._one_base, World.current()
+        loaded = load_model(self.config, self.model, device=self.device, sizes=self._sizes, one_base=base, world=world)
         self.world, self.policy = loaded.world, loaded.policy
         if self.world.by_group:
             self.parameters = ShardedParameters(loaded.trained, self.policy.transformer, self.world, self.device)
