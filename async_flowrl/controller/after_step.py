@@ -98,13 +98,7 @@ class AfterStep:
         await self.evaluations.drain()
 
     def _baseline_due(self, ctx: Context) -> bool:
-        if not ctx.config.evaluate.baseline or self.records.log.baseline() is not None:
-            return False
-        if ctx.table.step > 0:
-            logger.warning(
-                "the baseline is evaluated at the start of a run only; this one goes on from %d", ctx.table.step
-            )
-        return ctx.table.step == 0
+        return ctx.config.evaluate.baseline and self.records.log.baseline() is None and ctx.table.step == 0
 
     def _unevaluated(self, ctx: Context) -> list[int]:
         """Returns the versions whose evaluation is due, not recorded and possible: their weights are still held."""

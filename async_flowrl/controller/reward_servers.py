@@ -37,7 +37,6 @@ class Replicas:
     urls: dict[int, str] = field(default_factory=dict)  # URLs of the replicas that are up.
     deaths: dict[int, int] = field(default_factory=dict)  # Number of times that a replica has died or hung.
     gone: dict[int, str] = field(default_factory=dict)  # Replicas that are lost for good, with the reason in words.
-    started: bool = False  # True once all replicas have been up or are lost for good.
 
     @property
     def addresses(self) -> Addresses:
@@ -48,24 +47,10 @@ class Replicas:
         """The reason why the term has lost all replicas for good; None if it has not."""
         return self.gone[max(self.gone)] if len(self.gone) == self.serve.replicas else None
 
-    def up(self, index: int, url: str) -> None:
-        """Records that the replica is up at `url`."""
-        self.urls[index] = url
-        self._note()
-
-    def down(self, index: int) -> int:
-        """Records that the replica has died; returns the number of its deaths."""
-        self.urls.pop(index, None)
-        deaths = self.deaths[index] = self.deaths.get(index, 0) + 1
-        return deaths
-
-    def lose(self, index: int, why: str) -> None:
-        """Records that the replica is lost for good."""
-        self.gone[index] = why
-        self._note()
-
-    def _note(self) -> None:
-        self.started = self.started or len(self.urls) + len(self.gone) == self.serve.replicas
+    @property
+    def complete(self) -> bool:
+        """True if each replica is up or lost for good."""
+        return len(self.urls) + len(self.gone) == self.serve.replicas
 
 
 logger = logging.getLogger(__name__)
@@ -116,9 +101,9 @@ class RewardServers:
     _changed: Signal = field(default_factory=Signal)
 
     async def all_up(self, observer: EventLog, failures: list[str]) -> None:
-        """Waits until every server has been up once. From now on, deaths of servers are events of `observer`."""
+        """Waits until every server is up or lost. From now on, deaths of servers are events of `observer`."""
         self.observer, self.failures = observer, failures
-        await self._changed.until(lambda: all(replicas.started for replicas in self.terms))
+        await self._changed.until(lambda: all(replicas.complete for replicas in self.terms))
 
     async def up(self, terms: Collection[str]) -> None:
         """Waits until each of the terms has a running server, or has lost all of its servers for good."""
@@ -131,15 +116,13 @@ class RewardServers:
 
     async def keep(self, replicas: Replicas, index: int) -> None:
         """Starts a replica, and again when it dies or hangs. Raises ServerLost if it never comes up, or is needed."""
-        worker = replicas.group.workers[index]
         try:
-            await self._start(replicas, index, worker)
+            await self._start(replicas, index)
         except LOST as error:
             raise ServerLost(f"the server of {replicas.key} did not come up: {_said(error)}") from error
         while index not in replicas.gone:
-            worker = replicas.group.workers[index]
             try:
-                reason = str(await worker.call("wait", lane="wait"))
+                reason = str(await replicas.group.workers[index].call("wait", lane="wait"))
             except WorkerDied as death:
                 reason = str(death)
             await self._again(replicas, index, reason)
@@ -148,17 +131,20 @@ class RewardServers:
         """Restarts a dead replica, unless it has died more than `restarts` times; then it is lost for good."""
         while True:
             worker = replicas.group.workers[index]
-            deaths = replicas.down(index)
+            replicas.urls.pop(index, None)
+            replicas.deaths[index] = replicas.deaths.get(index, 0) + 1
             logger.warning("%s, a server of %s, died: %s", worker.name, replicas.key, reason)
             if self.observer is not None:
                 self.observer.event("fault", worker=worker.name, kind="ServerDied", message=reason)
-            if deaths > replicas.serve.restarts:
+            if replicas.deaths[index] > replicas.serve.restarts:
                 self._lost(replicas, index, reason)
                 return
             try:
-                if not await _lives(worker):
-                    worker = await replicas.group.replace(index)
-                await self._start(replicas, index, worker)
+                try:
+                    await worker.call("stop", lane="stop")
+                except WorkerDied:
+                    await replicas.group.replace(index)
+                await self._start(replicas, index)
                 return
             except LOST as error:
                 reason = _said(error)
@@ -171,7 +157,7 @@ class RewardServers:
         )
         if replicas.needed:
             raise ServerLost(sentence)
-        replicas.lose(index, sentence)
+        replicas.gone[index] = sentence
         left = replicas.serve.replicas - len(replicas.gone)
         how = f"with {left} of its {replicas.serve.replicas} servers" if left else "without any scores of this term"
         logger.warning("%s; the run goes on %s", sentence, how)
@@ -181,11 +167,12 @@ class RewardServers:
             self.failures.append(f"{replicas.term} has no scores from here on: {sentence}")
         self._changed.notify()
 
-    async def _start(self, replicas: Replicas, index: int, worker: Worker) -> None:
+    async def _start(self, replicas: Replicas, index: int) -> None:
+        worker = replicas.group.workers[index]
         seconds = replicas.serve.start_seconds + MARGIN_SECONDS
         async with deadline(seconds, f"starting {worker.name}"):
             url = str(await worker.call("start"))
-        replicas.up(index, url)
+        replicas.urls[index] = url
         logger.info("%s is up at %s", worker.name, url)
         await self._tell(replicas)
         self._changed.notify()
@@ -219,14 +206,6 @@ async def _told(group: WorkerGroup, index: int, addresses: Mapping[str, Addresse
         except (WorkerDied, WorkerFailed) as error:
             logger.info("%s does not hear where the servers are: %s", group.workers[index].name, error)
         await asyncio.sleep(TOLD_PAUSE_SECONDS)
-
-
-async def _lives(worker: Worker) -> bool:
-    try:
-        await worker.call("stop", lane="stop")
-    except WorkerDied:
-        return False
-    return True
 
 
 def _said(error: Exception) -> str:

@@ -17,8 +17,7 @@ class StepStatistics:
 
     def __init__(self, step: int, *, windowed: bool = False) -> None:
         self.step, self.windowed = step, windowed
-        self.rewards: list[tuple[float, ...]] = []  # Per group: one reward per image.
-        self.rewards_of: dict[int, tuple[float, ...]] = {}  # The same by the number of the group.
+        self.rewards: dict[int, tuple[float, ...]] = {}  # Number of the group → one reward per image.
         self.scores: list[Scores] = []
         self.ages: list[int] = []  # Staleness of each ticket, in versions.
         # Number of groups whose advantages are all 0, and number of tickets of skipped groups.
@@ -31,8 +30,7 @@ class StepStatistics:
             self.skipped += len(tickets)
             return
         self.ages += [ticket.step - ticket.version for ticket in tickets]
-        self.rewards.append(scores.total)
-        self.rewards_of[tickets[0].group] = scores.total
+        self.rewards[tickets[0].group] = scores.total
         self.constant += not any(advantages)
         self.scores.append(scores)
 
@@ -42,7 +40,7 @@ class StepStatistics:
         Losses are means over the optimizer steps that were not skipped. A row is one image at one trained denoising
         step.
         """
-        flat = [value for group in self.rewards for value in group]
+        flat = [value for group in self.rewards.values() for value in group]
         line: dict[str, float] = {"step": self.step, "policy_version": self.step, "images": len(flat)}
         if flat:
             line["reward/mean"], line["reward/std"] = float(np.mean(flat)), float(np.std(flat))
@@ -72,7 +70,7 @@ class StepStatistics:
             return {}
         groups = [group for stats in self.updates for group in stats.groups]
         return window_metrics(
-            WindowGroup(group.window_start, self.rewards_of[group.group], group.metrics) for group in groups
+            WindowGroup(group.window_start, self.rewards[group.group], group.metrics) for group in groups
         )
 
 

@@ -5,7 +5,6 @@ Calls of workers have deadlines of their own; this is for other stalls, e.g. a t
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -18,31 +17,11 @@ from separation.text_table import format_table
 
 logger = logging.getLogger(__name__)
 
+MOST_ROWS = 20
+
 
 class Stalled(RuntimeError):
     """Raised if no ticket has changed its state for longer than the phases of a step may take together (`limit`)."""
-
-
-@dataclass(frozen=True)
-class StallRow:
-    """A line of the report: one ticket that waits."""
-
-    ticket: str
-    state: str
-    worker: str  # Name of the worker that has the ticket, `-` for none.
-    age: float  # Seconds since the ticket came into `state`.
-    # The versions that the worker holds; if no living worker has the ticket, the version that it needs.
-    last_event: str
-
-
-def stall_report(rows: Sequence[StallRow], *, most: int = 20) -> str:
-    """Returns a table of at most `most` waiting tickets; the one that has waited longest comes first."""
-    if not rows:
-        return "nothing is under way"
-    oldest = sorted(rows, key=lambda row: (-row.age, row.ticket))
-    shown = [(r.ticket, r.state, r.worker, f"{r.age:.1f} s", r.last_event) for r in oldest[:most]]
-    text = format_table(("ticket", "state", "worker", "age", "last event"), shown)
-    return text + (f"\n… and {len(rows) - most} more" if len(rows) > most else "")
 
 
 @dataclass
@@ -67,13 +46,20 @@ class TicketAges:
         return moved or known_workers != self.workers
 
     def report(self, ctx: Context, now: float) -> str:
-        return stall_report([self._row(ctx, ticket, now) for ticket in ctx.table.live()])
+        """Returns a table of at most MOST_ROWS waiting tickets; the one that has waited longest comes first."""
+        rows = []
+        tickets = sorted(ctx.table.live(), key=lambda ticket: (self._since(ticket), describe(ticket)))
+        for ticket in tickets[:MOST_ROWS]:
+            held = ctx.table.held.get(ticket.worker or "")
+            event = (
+                f"{ticket.worker} holds versions {sorted(held.policy)}" if held else f"needs version {ticket.version}"
+            )
+            rows.append((describe(ticket), ticket.state, ticket.worker, f"{now - self._since(ticket):.1f} s", event))
+        more = f"\n… and {len(tickets) - MOST_ROWS} more" if len(tickets) > MOST_ROWS else ""
+        return format_table(("ticket", "state", "worker", "age", "last event"), rows) + more
 
-    def _row(self, ctx: Context, ticket: Ticket, now: float) -> StallRow:
-        since = self.seen[ticket.kind, ticket.ordinal][2]
-        held = ctx.table.held.get(ticket.worker or "")
-        holds = f"{ticket.worker} holds versions {sorted(held.policy)}" if held else f"version {ticket.version} wanted"
-        return StallRow(describe(ticket), str(ticket.state), ticket.worker or "-", now - since, holds)
+    def _since(self, ticket: Ticket) -> float:
+        return self.seen[ticket.kind, ticket.ordinal][2]
 
 
 def limit(config: Config, placement: SeparatePools) -> float:

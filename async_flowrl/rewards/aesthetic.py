@@ -16,7 +16,7 @@ NAME = "aesthetic"
 PLACES = (0, 2, 4, 6, 7)
 
 
-class Aesthetic:
+class Aesthetic(Clip):
     """Rates each image from 1 to 10, in practice about 4 to 7 (Schuhmann 2022, "improved-aesthetic-predictor").
 
     The head is a chain of five linear layers, applied to the CLIP ViT-L/14 embedding of the image, scaled to length 1.
@@ -38,29 +38,25 @@ class Aesthetic:
         device: str = "auto",
     ) -> None:
         check_pins(NAME, revision=(model, revision), head_revision=(head, head_revision))
-        self._clip = Clip(NAME, model, None, revision, batch_size, device, pixels=as_openai_prepares)
+        super().__init__(NAME, model, None, revision, batch_size, device, pixels=as_openai_prepares)
         self._head, self._head_file, self._head_revision = head, head_file, head_revision
         self._layers: list[Any] | None = None
 
     def check(self, prompt: Prompt) -> None:
-        self._clip.check()
+        super().check(prompt)
         check_path(NAME, "head", self._head)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         import torch
 
         with torch.inference_mode():
-            layers = self._load()
-            return [
-                float(x)
-                for batch in self._clip.image_embeddings(images)
-                for x in _applied(layers, batch).double().cpu()
-            ]
+            layers = self._layers_of_head()
+            return [float(x) for batch in self.image_embeddings(images) for x in _applied(layers, batch).double().cpu()]
 
-    def _load(self) -> list[Any]:
+    def _layers_of_head(self) -> list[Any]:
         """Returns (weight, bias) of every layer in order, on the device. Raises ValueError if the files do not fit."""
         if self._layers is None:
-            network = self._clip.load()
+            network = self.load()
             with loading(NAME, self._head):
                 state = read_weights(weights_file(self._head, self._head_file, self._head_revision))
             if set(state) != {f"layers.{place}.{part}" for place in PLACES for part in ("weight", "bias")}:

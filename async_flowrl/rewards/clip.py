@@ -4,7 +4,6 @@ Both rewards are the cosine of an image's and its prompt's embedding, by a publi
 people's choices between two images.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,6 @@ from async_flowrl.types import ByteArray, FloatArray, Prompt
 if TYPE_CHECKING:
     import torch
 
-LOAD_AGAIN_SECONDS = 300.0
 # Of CLIP's text encoder; a longer prompt is cut and keeps its end token.
 MAX_TOKENS = 77
 
@@ -41,7 +39,7 @@ def memory_gib(model: str, *, batch_size: int = 16, device: str = "auto", **_: A
     return 0.0 if device == "cpu" else weights + batch_size * image
 
 
-@dataclass
+@dataclass(eq=False)
 class Clip:
     """A CLIP model of one reward (its name in messages), loaded in the first call from a local folder or the hub.
 
@@ -65,13 +63,11 @@ class Clip:
     network: Any = field(default=None, init=False)
     _tokenizer: Any = field(default=None, init=False)
     _prepare: Any = field(default=None, init=False)
-    # The last failure to load, and its time (monotonic).
-    _failure: tuple[str, float] = field(default=("", 0.0), init=False)
 
     def __post_init__(self) -> None:
         check_model_options(self.reward, device=self.device, batch_size=self.batch_size, scale=self.scale)
 
-    def check(self) -> None:
+    def check(self, prompt: Prompt) -> None:
         """Raises ValueError if `model` or `processor` is a local path that does not exist. Nothing is loaded."""
         check_path(self.reward, "model", self.model)
         check_path(self.reward, "processor", self.processor or self.model)
@@ -98,20 +94,13 @@ class Clip:
             return [float(x) for batch in self.image_embeddings(images) for x in (batch @ prompt).double().cpu()]
 
     def load(self) -> Any:
-        """Returns the CLIPModel, loaded in the first call. Raises ValueError; for LOAD_AGAIN_SECONDS then at once."""
+        """Returns the CLIPModel, loaded in the first call. Raises ValueError if it cannot be loaded."""
         if self.network is None:
             from async_flowrl.transfers import ONE_AT_A_TIME
 
             with ONE_AT_A_TIME:
                 if self.network is None:  # another thread may have loaded it while this one waited
-                    sentence, failed_at = self._failure
-                    if sentence and time.monotonic() - failed_at < LOAD_AGAIN_SECONDS:
-                        raise ValueError(sentence)
-                    try:
-                        self.network = self._load()
-                    except ValueError as error:
-                        self._failure = str(error), time.monotonic()
-                        raise
+                    self.network = self._load()
         return self.network
 
     def _load(self) -> Any:
@@ -134,10 +123,6 @@ class Clip:
         size = int(model.config.vision_config.image_size)
         self._prepare = partial(_pixels, processor) if self.pixels is None else partial(self.pixels, size=size)
         return model
-
-    def logit_scale(self) -> float:
-        """Returns exp of the model's learned temperature parameter, about 100."""
-        return float(self.load().logit_scale.detach().double().exp())
 
 
 def _pixels(processor: Any, images: ByteArray) -> "torch.Tensor":
@@ -179,7 +164,7 @@ def _unit(features: Any) -> "torch.Tensor":
     return unit
 
 
-class ClipScore:
+class ClipScore(Clip):
     """100 * cos(image, text) / `scale` (Hessel et al. 2021, "CLIPScore", without its factor 2.5 and its cut at 0).
 
     `scale=1` gives the number that torchmetrics' CLIPScore averages, about 20 to 35 for images that fit; flow_grpo
@@ -197,23 +182,20 @@ class ClipScore:
         batch_size: int = 16,
         device: str = "auto",
     ) -> None:
-        self._clip = Clip("CLIP score", model, None, revision, batch_size, device, scale)
-
-    def check(self, prompt: Prompt) -> None:
-        self._clip.check()
+        super().__init__("CLIP score", model, None, revision, batch_size, device, scale)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
-        return [100.0 * cosine / self._clip.scale for cosine in self._clip.cosines(images, prompt.text)]
+        return [100.0 * cosine / self.scale for cosine in self.cosines(images, prompt.text)]
 
     def features(self, images: ByteArray) -> FloatArray:
         """Returns embeddings float32 [n, d] of length 1, by which evaluations measure how different images are."""
         import torch
 
         with torch.inference_mode():
-            return torch.cat([batch.float().cpu() for batch in self._clip.image_embeddings(images)]).numpy()
+            return torch.cat([batch.float().cpu() for batch in self.image_embeddings(images)]).numpy()
 
 
-class PickScore:
+class PickScore(Clip):
     """exp(logit_scale) * cos(image, text) / `scale` (Kirstain et al. 2023, "Pick-a-Pic", section 4).
 
     flow_grpo trains on it divided by 26 and reports it with `scale=1`, about 20 to 24.
@@ -234,13 +216,11 @@ class PickScore:
     ) -> None:
         if processor != model:
             check_pins("PickScore", revision=(model, revision), processor_revision=(processor, processor_revision))
-        self._clip = Clip(
+        super().__init__(
             "PickScore", model, processor, revision, batch_size, device, scale, processor_revision=processor_revision
         )
 
-    def check(self, prompt: Prompt) -> None:
-        self._clip.check()
-
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
-        factor = self._clip.logit_scale() / self._clip.scale
-        return [factor * cosine for cosine in self._clip.cosines(images, prompt.text)]
+        # exp of the model's learned temperature, about 100.
+        factor = float(self.load().logit_scale.detach().double().exp()) / self.scale
+        return [factor * cosine for cosine in self.cosines(images, prompt.text)]

@@ -5,11 +5,9 @@ status and an unusable reply are raised at once as a ServerError. The rewards `h
 """
 
 import asyncio
-import email.utils
 import logging
 import math
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -194,7 +192,8 @@ async def _once(url: str, body: bytes, headers: dict[str, str], bounds: Bounds) 
     refused = f"{url} answered {status} {response.reason_phrase}: {shown(content)}"
     if status not in PASSING and status < 500:
         raise ServerError(refused)
-    pause = retry_after(response.headers.get("retry-after"), time.time())
+    requested = response.headers.get("retry-after", "").strip()
+    pause = float(requested) if requested.isdecimal() else None
     if pause is not None and pause >= bounds.deadline:
         raise ServerError(f"{refused}; it asks to wait {pause:g} s, longer than the deadline of {bounds.deadline:g} s")
     raise PassingError(refused, pause)
@@ -221,18 +220,6 @@ def client() -> httpx.AsyncClient:
         headers = {"Accept-Encoding": "identity", "User-Agent": "async-flowrl"}
         _clients[loop] = httpx.AsyncClient(timeout=None, limits=limits, headers=headers, trust_env=False)
     return _clients[loop]
-
-
-def retry_after(header: str | None, now: float) -> float | None:
-    """Returns the seconds of a Retry-After header (RFC 9110), a number or a date; None if it is unusable."""
-    if header is None:
-        return None
-    if header.strip().isdecimal():
-        return float(header)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - now)
-    except ValueError:
-        return None
 
 
 def _attempts(bounds: Bounds) -> tenacity.AsyncRetrying:

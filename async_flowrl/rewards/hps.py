@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class HPSv2:
+class HPSv2(Clip):
     """cos(image, text) / `scale` (Wu et al. 2023, "Human Preference Score v2"), about 0.2 to 0.35 for `scale=1`.
 
     `checkpoint` is a local file or folder, or a hub repository; only tensors are read from it. `model` is the
@@ -44,27 +44,25 @@ class HPSv2:
     ) -> None:
         check_package(self.name, "ftfy", "hps")
         check_pins(self.name, revision=(checkpoint, revision), model_revision=(model, model_revision))
-        self._checkpoint, self._revision = checkpoint, revision
-        self._model, self._model_revision = model, model_revision
         how: dict[str, Any] = {"build": self._build, "pixels": partial(prepared, antialias=antialias)}
         how |= {"batch_size": batch_size, "device": device, "scale": scale, "processor_revision": model_revision}
-        self._clip = Clip(self.name, checkpoint, model, **how)
+        super().__init__(self.name, checkpoint, model, revision, **how)
 
     def check(self, prompt: Prompt) -> None:
-        check_path(self.name, "checkpoint", self._checkpoint)
-        check_path(self.name, "model", self._model)
+        check_path(self.name, "checkpoint", self.model)
+        check_path(self.name, "model", str(self.processor))
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
-        return [cosine / self._clip.scale for cosine in self._clip.cosines(images, clean(prompt.text))]
+        return [cosine / self.scale for cosine in self.cosines(images, clean(prompt.text))]
 
     def _build(self) -> Any:
         from transformers import CLIPConfig, CLIPModel
 
         from async_flowrl.seeds import untouched_rng
 
-        state = to_transformers(read_weights(weights_file(self._checkpoint, self.file, self._revision)))
+        state = to_transformers(read_weights(weights_file(self.model, self.file, self.revision)))
         with untouched_rng():  # the constructor draws random weights, which are replaced below
-            model = CLIPModel(CLIPConfig.from_pretrained(self._model, revision=self._model_revision))
+            model = CLIPModel(CLIPConfig.from_pretrained(self.processor, revision=self.processor_revision))
         model.load_state_dict(state)
         return model.float()
 

@@ -102,12 +102,7 @@ def command_of(serve: ServeConfig) -> list[str]:
 
 def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replaces `{port}` and the other names in `values`. Braces around more than a name stay, for JSON."""
-    replaced = []
-    for word in words:
-        for name, value in values.items():
-            word = word.replace("{" + name + "}", value)
-        replaced.append(word)
-    return replaced
+    return [re.sub(r"{(\w+)}", lambda name: values.get(name[1], name[0]), word) for word in words]
 
 
 class ServerFailed(RuntimeError):
@@ -222,13 +217,11 @@ def new_token() -> str:
 
 
 def free_port(host: str, before: int) -> int:
-    """Returns `before` if it is free (0: no preference), else any free port. Raises ServerFailed if there is none."""
-    for port in (before, 0):
-        try:
-            return _bound(host, port)
-        except OSError:
-            continue
-    raise ServerFailed(f"no port is free at {host}")
+    """Returns `before` if it is free (0: no preference), else any free port."""
+    try:
+        return _bound(host, before)
+    except OSError:
+        return _bound(host, 0)
 
 
 def fixed_port(host: str, port: int) -> int:

@@ -17,9 +17,9 @@ import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import Any, BinaryIO, ClassVar, NamedTuple, cast
 
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.paths import expanded
@@ -74,8 +74,7 @@ class JudgeError(ContractError):
     """A judge's answer without a usable score; the message is one sentence."""
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The part of a reply that is used and stored.
 
     `cut`: the text ended at max_tokens. `first` holds the likeliest first tokens with their natural log-probabilities;
@@ -123,7 +122,6 @@ def _alternative(token: object, logprob: Any) -> tuple[str, float]:
     return token, float(logprob)
 
 
-@dataclass
 class ReplyCache:
     """The judge's replies on disk by a hash of the question, so that no question is asked twice.
 
@@ -132,24 +130,21 @@ class ReplyCache:
     line, which is ignored. If two files have the same key, the answer that was read first is used.
     """
 
-    folder: Path
-    # Key → file, and offset and length of its line in bytes.
-    _places: dict[bytes, tuple[Path, int, int]] = field(default_factory=dict)
-    # File of another process → number of its bytes that are indexed in `_places`.
-    _read: dict[Path, int] = field(default_factory=dict)
-    # The file that this process appends to.
-    _file: BinaryIO | None = None
-    _path: Path = Path()
-    _size: int = 0
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._own = folder / f"{uuid.uuid4().hex}.jsonl"  # The file that this process appends to.
+        self._file: BinaryIO | None = None
+        self._places: dict[bytes, tuple[Path, int]] = {}  # Key → file, and where its line begins.
+        self._read: dict[Path, int] = {}  # File of another process → number of its bytes that are in `_places`.
 
     def refresh(self) -> None:
         """Indexes lines that other processes have added. Raises ValueError, which names the file, for a damaged one."""
         for path in sorted(self.folder.glob("*.jsonl")):
-            start = self._read.get(path, 0)
-            if path != self._path and path.stat().st_size > start:
-                self._read[path] = self._index(path, start)
+            if path != self._own:
+                self._index(path)
 
-    def _index(self, path: Path, start: int) -> int:
+    def _index(self, path: Path) -> None:
+        start = self._read.get(path, 0)
         with path.open("rb") as file:
             file.seek(start)
             for line in file:
@@ -159,31 +154,30 @@ class ReplyCache:
                     key = bytes.fromhex(json.loads(line)["key"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{path}: byte {start} begins no kept reply; delete the file") from error
-                self._places.setdefault(key, (path, start, len(line)))
+                self._places.setdefault(key, (path, start))
                 start += len(line)
-        return start
+        self._read[path] = start
 
     def get(self, key: bytes) -> Answer | None:
         if key not in self._places:
             return None
-        path, offset, length = self._places[key]
+        path, start = self._places[key]
         with path.open("rb") as file:
-            file.seek(offset)
-            kept: dict[str, Any] = json.loads(file.read(length))["answer"]
+            file.seek(start)
+            kept: dict[str, Any] = json.loads(file.readline())["answer"]
         return Answer(kept["text"], kept["cut"], tuple((token, logprob) for token, logprob in kept["first"]))
 
     def put(self, key: bytes, answer: Answer) -> None:
         """Appends an answer to this process's file; `sync` makes it durable. Raises OSError if it cannot be written."""
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._path = self.folder / f"{uuid.uuid4().hex}.jsonl"
-            self._file = self._path.open("ab", buffering=0)
-        line = json.dumps({"key": key.hex(), "answer": asdict(answer)}, allow_nan=False).encode() + b"\n"
+            self._file = self._own.open("ab", buffering=0)
+        start = self._file.tell()
+        line = json.dumps({"key": key.hex(), "answer": answer._asdict()}, allow_nan=False).encode() + b"\n"
         if self._file.write(line) != len(line):
-            self._file.truncate(self._size)
-            raise OSError(errno.ENOSPC, "no room for a judge's reply", str(self._path))
-        self._places.setdefault(key, (self._path, self._size, len(line)))
-        self._size += len(line)
+            self._file.truncate(start)
+            raise OSError(errno.ENOSPC, "no room for a judge's reply", str(self._own))
+        self._places.setdefault(key, (self._own, start))
 
     def sync(self) -> None:
         """Returns once all answers of this process are on the disk."""
