@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import AlgorithmConfig
 
 FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]
-NORMALISES = ("std", "none")
 # Added to the standard deviation before the division, as in flow_grpo's code.
 EPS = 1e-4
 
@@ -106,10 +104,8 @@ def group_advantages(rewards: npt.ArrayLike, *, normalise: str = "std", batch_st
 
     S is the group's population standard deviation, or `batch_std` if that is given (Flow-GRPO, arXiv 2505.05470, eq.
     5). `normalise="none"` only subtracts the mean (Dr.GRPO, arXiv 2503.20783). If all rewards are equal, the advantages
-    are exactly 0. Raises ValueError for an unknown `normalise`, and if `rewards` is empty or not finite.
+    are exactly 0. Raises ValueError if `rewards` is empty or not finite.
     """
-    if normalise not in NORMALISES:
-        raise ValueError(unknown_name("normalise", normalise, NORMALISES))
     (group,) = _checked("rewards", [np.asarray(rewards, np.float64)])
     # Rounding can make the mean of equal numbers differ from them; Adam would turn the tiny rest into a full step.
     if is_constant(group):

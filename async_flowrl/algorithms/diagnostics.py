@@ -5,11 +5,9 @@ The controller calls it after every training step.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from async_flowrl.algorithms.policy_gradient import effective_sample_size
 from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
@@ -23,36 +21,32 @@ MAX_QUIET_NATS_PER_ELEMENT = 2e-3
 BETTER_THAN = {"tis": "correction=mask", "rollout_tis": "engines that agree better (behaviour_gap)"}
 
 
-class WindowGroup(NamedTuple):
-    """One trained group: its first trained step, its rewards, and means over its rows of the metrics of `loss`."""
+def window_metrics(groups: Iterable[tuple[int, Sequence[float], Mapping[str, float]]]) -> dict[str, float]:
+    """Returns `window/<start>/{reward_std,ratio_std,clip_fraction}`: per first trained step, means over its groups.
 
-    start: int
-    rewards: Sequence[float]
-    metrics: Mapping[str, float]
-
-
-def window_metrics(groups: Iterable[WindowGroup]) -> dict[str, float]:
-    """Returns `window/<start>/{reward_std,ratio_std,clip_fraction}`: per first trained step, means over its groups."""
+    A group is its first trained step, its rewards, and means over its rows of the metrics of `loss`.
+    """
     # ratio_std is the root mean square of (ratio - 1). A window whose values are far above those of the others has too
     # much noise, or so little that its densities are too sharp.
-    by_start: dict[int, list[WindowGroup]] = defaultdict(list)
-    for group in groups:
-        by_start[group.start].append(group)
+    by_start: dict[int, list[tuple[Sequence[float], Mapping[str, float]]]] = defaultdict(list)
+    for start, rewards, metrics in groups:
+        by_start[start].append((rewards, metrics))
     line: dict[str, float] = {}
     for start, members in sorted(by_start.items()):
-        line[f"window/{start}/reward_std"] = float(np.mean([np.std(member.rewards) for member in members]))
-        if squares := [m.metrics[key] for m in members if (key := "ratio_deviation_squared") in m.metrics]:
+        line[f"window/{start}/reward_std"] = float(np.mean([np.std(rewards) for rewards, _ in members]))
+        if squares := [metrics[key] for _, metrics in members if (key := "ratio_deviation_squared") in metrics]:
             line[f"window/{start}/ratio_std"] = float(np.sqrt(np.mean(squares)))
-        if clipped := [m.metrics[key] for m in members if (key := "clip_fraction") in m.metrics]:
+        if clipped := [metrics[key] for _, metrics in members if (key := "clip_fraction") in metrics]:
             line[f"window/{start}/clip_fraction"] = float(np.mean(clipped))
     return line
 
 
 def sample_size(metrics: Mapping[str, float]) -> float | None:
-    """Returns the effective sample size of the importance weights, a share in (0, 1]; None without weights."""
+    """Returns the effective sample size (mean w)² / mean(w²) of importance weights w, a share in (0, 1], or None."""
     if "importance_weight" not in metrics:
         return None
-    return effective_sample_size(metrics["importance_weight"], metrics["importance_weight_squared"])
+    mean = metrics["importance_weight"]
+    return mean * mean / metrics["importance_weight_squared"]
 
 
 def clip_of_means(config: AlgorithmConfig, elements: int) -> float | None:

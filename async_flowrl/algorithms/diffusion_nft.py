@@ -8,7 +8,6 @@ from torch import Tensor
 from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
 from async_flowrl.algorithms.sde import expand, mean_over_latent
-from async_flowrl.config.messages import unknown_name
 from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_WEIGHT = 1e-5
@@ -56,10 +55,9 @@ class DiffusionNFT(GroupAdvantages):
     ) -> LossOutput:
         """Returns per row (r l(v+) + (1 - r) l(v-)) / beta · adv_clip_max + kl_coef · mean (v - v_ref)².
 
-        r is `optimality_probability` and l is `reconstruction_loss`. Raises ValueError without `behaviour`.
+        r is `optimality_probability` and l is `reconstruction_loss`.
         """
-        if behaviour is None:
-            raise ValueError("diffusion_nft needs the velocity of the policy that generated the sample, got none")
+        assert behaviour is not None, "needs_behaviour"
         new, old = current["velocity"].double(), behaviour["velocity"].detach().double()
         beta, bound = self.config.beta, self.config.adv_clip_max
         optimality = optimality_probability(batch.advantages, bound=bound, mode=self.config.advantage_mode)
@@ -88,13 +86,8 @@ def optimality_probability(advantages: Tensor, *, bound: float, mode: str = "con
     """Returns r [B] float64 in [0, 1], the probability that an image is a good one, from its advantage [B].
 
     r = 1/2 + A / (2 bound), where A is the advantage clamped to ± `bound` and then changed by ADVANTAGE_MODES[mode]
-    (DiffusionNFT, arXiv 2509.16117, section 3.2, and `adv_mode` in its code). Raises ValueError for an unknown mode and
-    for a bound that is not above 0.
+    (DiffusionNFT, arXiv 2509.16117, section 3.2, and `adv_mode` in its code).
     """
-    if mode not in ADVANTAGE_MODES:
-        raise ValueError(unknown_name("mode", mode, ADVANTAGE_MODES))
-    if not bound > 0:
-        raise ValueError(f"bound must be above 0, got {bound}")
     clamped = ADVANTAGE_MODES[mode](advantages.double().clamp(-bound, bound))
     return (clamped / bound / 2.0 + 0.5).clamp(0.0, 1.0)
 

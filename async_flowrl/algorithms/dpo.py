@@ -49,9 +49,8 @@ class DPO(GroupAdvantages):
         behaviour: Prediction | None,
         reference: Prediction | None,
     ) -> LossOutput:
-        """Returns the pair's loss in both of its rows [B]. Raises ValueError without `reference`."""
-        if reference is None:
-            raise ValueError("dpo needs the reference model's prediction, got none")
+        """Returns the pair's loss in both of its rows [B]."""
+        assert reference is not None, "needs_reference"
         winners, losers = pairs(batch)
         gain = current["error"] - reference["error"].detach()
         partner = torch.empty(len(batch.seeds), dtype=torch.int64)
@@ -73,16 +72,7 @@ class DPO(GroupAdvantages):
 
 
 def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
-    """Returns the rows of the winners (advantage above 0) and of the losers; entry i of one is the partner of i.
-
-    Raises ValueError if a row has no partner with the same noise level in this micro-batch.
-    """
+    """Returns the rows of the winners (advantage above 0) and of the losers; entry i of one is the partner of i."""
     positive, steps = batch.positive, batch.steps.tolist()
     rows = sorted(range(len(steps)), key=lambda row: steps[row])
-    winners, losers = [row for row in rows if positive[row]], [row for row in rows if not positive[row]]
-    if [steps[row] for row in winners] != [steps[row] for row in losers]:
-        counts = f"{len(winners)} winner and {len(losers)} loser rows"
-        raise ValueError(
-            f"dpo needs both images of a pair in one micro-batch: set trainer.micro_batch_size >= 2, got {counts}"
-        )
-    return winners, losers
+    return [row for row in rows if positive[row]], [row for row in rows if not positive[row]]

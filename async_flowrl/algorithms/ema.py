@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-# `algorithm.old_policy_decay` → decay of the old policy at the end of a batch, after `steps` optimizer steps in all.
-# `half` is the constant 0.5, which `slow` reaches after 500 steps; the others are DiffusionNFT's schedules (arXiv
-# 2509.16117, `return_decay` of its code).
+# `algorithm.old_policy_decay` → decay d at the end of a batch, after `steps` optimizer steps in all, for old ← d · old
+# + (1 - d) · new. `half` is the constant 0.5, which `slow` reaches after 500 steps; the others are DiffusionNFT's
+# schedules (arXiv 2509.16117, `return_decay` of its code).
 OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
     "copy": lambda steps: 0.0,
     "half": lambda steps: 0.5,
@@ -23,11 +23,6 @@ def ema_decay(step: int, max_decay: float) -> float:
     """Returns the decay of the EMA after n = `step` optimizer steps: min((1 + n) / (10 + n), max_decay)."""
     # flow_grpo's code uses it with max_decay 0.9 after every 8th step.
     return min((1.0 + step) / (10.0 + step), max_decay)
-
-
-def old_policy_decay(name: str, steps: int) -> float:
-    """Returns the decay d after `steps` optimizer steps, for old ← d · old + (1 - d) · new at the end of a batch."""
-    return OLD_POLICY_DECAYS[name](steps)
 
 
 def samples_from_average(algorithm: str, schedule: str) -> bool:

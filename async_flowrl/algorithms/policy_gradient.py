@@ -70,14 +70,9 @@ def gap_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def weight_metrics(log_ratio_nats: Tensor) -> dict[str, Tensor]:
-    """Returns the importance weights [B] before truncation, and their squares, for `effective_sample_size`."""
+    """Returns the importance weights [B] before truncation, and their squares, for `diagnostics.sample_size`."""
     weight = ratio_of(log_ratio_nats)
     return {"importance_weight": weight, "importance_weight_squared": weight.square()}
-
-
-def effective_sample_size(mean_weight: float, mean_squared_weight: float) -> float:
-    """Returns (mean w)² / mean(w²) of the importance weights w before truncation, a share in (0, 1]."""
-    return mean_weight * mean_weight / mean_squared_weight
 
 
 class Surrogate(NamedTuple):

@@ -136,7 +136,7 @@ async def next_ticket(ctx: Context, slot: Slot) -> Ticket | None:
         if (ticket := at_the_gate(ctx, slot)) is not None:
             return ticket
         if not slot.given:
-            ctx.observer.state(name, f"wait_{ctx.table.blocked(name)}")
+            ctx.observer.state(name, f"wait_{ctx.table.blocked()}")
         await ctx.work.wait(name)
 
 

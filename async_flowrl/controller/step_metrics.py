@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_flowrl.algorithms.diagnostics import WindowGroup, sample_size, window_metrics
+from async_flowrl.algorithms.diagnostics import sample_size, window_metrics
 from async_flowrl.observability.evaluations import extra_means
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import UpdateStats
@@ -69,9 +69,7 @@ class StepStatistics:
         if not self.windowed:
             return {}
         groups = [group for stats in self.updates for group in stats.groups]
-        return window_metrics(
-            WindowGroup(group.window_start, self.rewards[group.group], group.metrics) for group in groups
-        )
+        return window_metrics((group.window_start, self.rewards[group.group], group.metrics) for group in groups)
 
 
 def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
@@ -26,7 +25,7 @@ from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.versions import PublishedStreams, Versions
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import POLICY, ByteArray, EmbeddingKey, RolloutReport, RolloutRequest, Trajectory
+from async_flowrl.types import ByteArray, EmbeddingKey, RolloutReport, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 from checkpoint_engine.side_stream import SideStream, on, recorded
@@ -71,10 +70,6 @@ class TrainingLane:
         self._side.synchronize()
 
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-
 class SharedWorker:
     """Rollout worker `index` and trainer rank `index` in one process."""
 
@@ -97,13 +92,11 @@ class SharedWorker:
         self.rollout.turns, self.rollout.trainer = turns, self.trainer
 
 
-def beside(
-    method: "Callable[Concatenate[SharedTrainer, Given], Result]",
-) -> "Callable[Concatenate[SharedTrainer, Given], Result]":
-    """Returns `method` as one that takes no turn and runs beside the ticket under way."""
+def beside(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `method`, of an object with a `lane`, as one that takes no turn and runs beside the ticket under way."""
 
     @wraps(method)
-    def run(self: "SharedTrainer", /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.lane.beside():
             return method(self, *args, **kwargs)
 
@@ -158,15 +151,10 @@ class SharedStreams(PublishedStreams):
         self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions, lane: TrainingLane
     ) -> None:
         super().__init__(config, policy, parameters, versions)
-        self._lane = lane
+        self.lane = lane
 
-    def stage(self, version: int, stream: str = POLICY) -> None:
-        with self._lane.beside():
-            super().stage(version, stream)
-
-    def canary(self) -> dict[str, Tensor]:
-        with self._lane.beside():
-            return super().canary()
+    stage = beside(PublishedStreams.stage)
+    canary = beside(PublishedStreams.canary)
 
 
 class SharedRollout(RolloutWorker):

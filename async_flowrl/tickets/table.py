@@ -194,7 +194,7 @@ class TicketTable:
         ticket.worker, ticket.attempt, ticket.batch = worker, ticket.attempt + 1, batch
         self._move(ticket, State.RUNNING)
 
-    def blocked(self, worker: str) -> str:
+    def blocked(self) -> str:
         """Returns why `next_for` gave None: "weights" if a ticket waits whose version the worker lacks, else "work"."""
         return "weights" if self._pending.any() else "work"
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_flowrl.algorithms.ema import ema_decay, old_policy_decay, samples_from_average, update_average
+from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS, ema_decay, samples_from_average, update_average
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.tuning import tuning_of
@@ -64,7 +64,7 @@ class Versions:
     def after_batch(self, step: int, steps: int) -> None:
         """Updates `sampling` and keeps version step + 1, after training step `step` and `steps` optimizer steps."""
         if self.sampling is not None:
-            decay = old_policy_decay(self._config.algorithm.old_policy_decay, steps)
+            decay = OLD_POLICY_DECAYS[self._config.algorithm.old_policy_decay](steps)
             update_average([self.sampling], [self._parameters.values.data], decay)
         self.retain(step + 1)
 

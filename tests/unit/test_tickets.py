@@ -15,7 +15,7 @@ def test_nothing_runs_before_the_worker_has_acknowledged_the_version() -> None:
     t.join("w")
     t.publish(0, digest(0))
     assert t.next_for("w") is None
-    assert t.blocked("w") == "weights"
+    assert t.blocked() == "weights"
     t.acknowledge("w", 0, digest(0))
     assert t.next_for("w") is not None
 
@@ -30,7 +30,7 @@ def test_version_zero_opens_exactly_k_plus_one_steps(k: int) -> None:
         t.start(ticket, "w")
         steps.append(ticket.step)
     assert steps == sorted(list(range(k + 1)) * 2)
-    assert t.blocked("w") == "work"
+    assert t.blocked() == "work"
 
 
 def test_one_slow_acknowledgement_stalls_one_worker_only() -> None:

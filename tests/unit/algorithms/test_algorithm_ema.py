@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.ema import (
+    OLD_POLICY_DECAYS,
     ema_decay,
-    old_policy_decay,
     samples_from_average,
     update_average,
 )
@@ -17,10 +17,10 @@ def test_ema_schedule() -> None:
 
 
 def test_old_policy_schedules() -> None:
-    assert [old_policy_decay("copy", step) for step in (0, 10, 1000)] == [0.0, 0.0, 0.0]
-    assert [old_policy_decay("half", step) for step in (0, 10, 1000)] == [0.5, 0.5, 0.5]
-    assert [old_policy_decay("slow", step) for step in (0, 100, 499, 1000)] == pytest.approx([0.0, 0.1, 0.499, 0.5])
-    assert [old_policy_decay("late", step) for step in (0, 74, 75, 175, 1000)] == pytest.approx([0, 0, 0, 0.75, 0.999])
+    assert [OLD_POLICY_DECAYS["copy"](step) for step in (0, 10, 1000)] == [0.0, 0.0, 0.0]
+    assert [OLD_POLICY_DECAYS["half"](step) for step in (0, 10, 1000)] == [0.5, 0.5, 0.5]
+    assert [OLD_POLICY_DECAYS["slow"](step) for step in (0, 100, 499, 1000)] == pytest.approx([0.0, 0.1, 0.499, 0.5])
+    assert [OLD_POLICY_DECAYS["late"](step) for step in (0, 74, 75, 175, 1000)] == pytest.approx([0, 0, 0, 0.75, 0.999])
 
 
 def test_only_nft_with_a_slow_old_policy_samples_from_an_average() -> None:
