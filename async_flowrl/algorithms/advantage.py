@@ -32,7 +32,6 @@ class GroupAdvantages:
         weights: Mapping[str, float] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> list[FloatArray]:
-        """Returns `compute_advantages` with this algorithm's configuration."""
         return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
 
     def select(self, advantages: FloatArray) -> list[int]:

@@ -33,7 +33,6 @@ async def admit(ctx: Context, worker: Worker, *, newcomer: bool = False) -> None
 
 
 async def load_rollout(worker: Worker, *, seconds: float) -> str:
-    """Has the worker build its model, within `seconds`; returns the digest of its base weights."""
     async with deadline(seconds, f"load: model of {worker.name}"):
         loaded = await worker.call("load")
     return str(loaded["base_digest"])
@@ -52,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 
 def model_of(pool: WorkerGroup) -> ResolvedModel | None:
-    """Returns the model that the workers of a pool load; None if they load none."""
     model: ResolvedModel | None = pool.spec.arguments.get("model")
     return model
 

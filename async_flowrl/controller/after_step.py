@@ -117,13 +117,11 @@ class AfterStep:
         return [v for v in versions if evaluation_due(config, v) and not self.records.known(v)]
 
     async def _save(self, ctx: Context, version: int) -> None:
-        """Starts a checkpoint once `version` is sealed, because the checkpoint contains the version's digest."""
         await ctx.work.until(lambda: version in ctx.table.published)
         await self.checkpoints.save(ctx, version)
         self.checkpoints.last = ctx.observer.now()
 
     def abandon(self) -> None:
-        """Cancels the evaluations and the checkpoint that are still under way when the loop has ended or failed."""
         self.evaluations.cancel()
         self.checkpoints.abandon()
 

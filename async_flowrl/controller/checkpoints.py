@@ -103,7 +103,6 @@ class Checkpoints:
             self._writing = None
 
     async def check(self) -> None:
-        """Raises the error of a checkpoint whose writing has ended; does not wait for one that is being written."""
         if self._writing is not None and self._writing.done():
             await self.written()
 

@@ -95,7 +95,6 @@ class RewardCalls:
     _requests: dict[str, Requests] = field(default_factory=dict)  # Term → its requests to servers.
 
     def add(self, step: int, scores: Scores) -> None:
-        """Adds the retries and failures of one group of `step`."""
         self._counts[step].update({f"reward/{term}/retries": count for term, count in scores.retries.items()})
         self._counts[step].update(f"reward/{term}/failures" for term in scores.failed)
         for term, requests in scores.requests.items():

@@ -94,7 +94,6 @@ async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) 
 
 
 def filled(ctx: Context, worker: Worker, tasks: asyncio.TaskGroup) -> Slot:
-    """Returns a slot with a worker that has not returned any ticket yet, and starts to watch the worker."""
     return Slot(worker, tasks.create_task(death_of(ctx, worker), name=f"watch {worker.name}"))
 
 
@@ -196,7 +195,6 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
 
 
 async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], list[Payload]]:
-    """Calls the worker; returns a report and a payload per request."""
     if len(requests) == 1:
         report, refs = await worker.call_split("generate", requests[0], returns=3)
         return [report], [Payload(*refs)]

@@ -55,7 +55,6 @@ class TrainerEndpoint:
         return await self._split(f"sender.{self._stream}.payload", version)
 
     async def hold(self, version: int) -> None:
-        """Retains the version until `release`, also in the rank's state, from which a new rank could send it."""
         await self._keep(version, lane=PUBLISHING)
         await self._call(f"{self._stream}.hold", version)
 
@@ -70,7 +69,6 @@ class TrainerEndpoint:
         return header, await self.payload(CANARY_VERSION), probes[0]
 
     async def canary_again(self) -> Any:
-        """Returns the canary's bytes once more, after the node that held them is lost."""
         return await self._split("sender.canary_again", lane="main")
 
     async def address(self) -> tuple[str, int]:
@@ -169,7 +167,6 @@ class GatheredEndpoint(TrainerEndpoint):
             return await self._recall(version)
 
     async def hold(self, version: int) -> None:
-        """Has every rank keep its rows in host memory until `release`."""
         await self._keep(version, lane=PUBLISHING)
 
     async def release(self, version: int) -> None:

@@ -79,7 +79,6 @@ class Evaluations:
         self.tasks.append(asyncio.create_task(evaluating, name=f"evaluation of version {version}"))
 
     async def drain(self) -> None:
-        """Waits for all evaluations after training. One that fails is reported to `failed` and raises nothing."""
         for task in self.tasks:
             try:
                 await task
@@ -95,7 +94,6 @@ class Evaluations:
         self.tasks = [task for task in self.tasks if not task.done()]
 
     def cancel(self) -> None:
-        """Cancels the evaluations that are not complete."""
         for task in self.tasks:
             task.cancel()
 
@@ -181,7 +179,6 @@ class EvaluationRecords:
         self._told = {alarm.curve for alarm in alarms(records)} | ({DIVERSITY} if notices(records) else set())
 
     def known(self, version: int) -> bool:
-        """Returns True if the policy version's evaluation is recorded."""
         return self.log.policy(version) is not None
 
     def spare(self) -> list[int]:
@@ -229,7 +226,6 @@ class EvaluationRecords:
                 self.failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
 
     def failed(self, what: str, error: object) -> None:
-        """Records and logs that `what` could not be completed because of `error`."""
         sentence = f"{what}: {error}"
         self.failures.append(sentence)
         logger.warning("%s", sentence)

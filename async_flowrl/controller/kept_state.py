@@ -68,7 +68,6 @@ class KeptStates:
         )
 
     def cancel(self) -> None:
-        """Cancels the fetch under way, because no attempt will follow."""
         if self._fetching is not None:
             self._fetching.cancel()
 

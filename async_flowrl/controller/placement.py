@@ -53,5 +53,4 @@ class SeparatePools:
         return set()
 
     def trains(self, index: int) -> bool:
-        """Returns True if the process of the rollout worker of this index trains now."""
         return False

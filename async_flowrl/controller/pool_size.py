@@ -38,7 +38,6 @@ class Pauses:
         return self._last
 
     def forget(self) -> None:
-        """Sets the next pause back to PAUSE_SECONDS, after a worker that joined."""
         self._last = self._counts_from = 0.0
 
 
@@ -109,13 +108,11 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
 
 
 def refuse(ctx: Context, who: str, error: BaseException) -> None:
-    """Logs why `who` cannot join the run, and records a fault event."""
     logger.warning("%s cannot join the run: %s", who, error)
     ctx.observer.event("fault", worker=who, kind=type(error).__name__, message=str(error))
 
 
 async def shrink(ctx: Context, growth: Growth) -> None:
-    """Marks the workers of drained nodes as leaving, so that they get no more tickets; runs until it is cancelled."""
     while True:
         for name, seconds in (await growth.departures(ctx.draining.names)).items():
             ctx.draining.announce(name, seconds)
@@ -123,7 +120,6 @@ async def shrink(ctx: Context, growth: Growth) -> None:
 
 
 async def leave(ctx: Context, worker: Worker, reason: str) -> None:
-    """Removes a worker that has served from the run and logs the reason."""
     await take_out(ctx, worker)
     ctx.observer.event("worker_left", worker=worker.name, node=worker.node, reason=reason, workers=serving(ctx))
     logger.warning("%s on %s left (%s): %s", worker.name, worker.node, reason, counted(ctx))
@@ -143,7 +139,6 @@ async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> N
 
 
 def serving(ctx: Context) -> int:
-    """Returns the number of rollout workers that serve or are being replaced."""
     return sum(worker.name not in ctx.starting for worker in ctx.rollout.workers)
 
 

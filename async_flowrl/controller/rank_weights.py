@@ -47,7 +47,6 @@ class ReplicatedWeights:
         return chosen
 
     async def snapshot(self) -> None:
-        """Has the state of a checkpoint copied aside."""
         await self.ranks[0].call("snapshot")
 
     async def save(

@@ -42,11 +42,9 @@ class Replica:
         return [World(rank, self.size, len(self.ranks), self.by_group) for rank in self.ranks]
 
     def owns(self, group: TrainingGroup) -> bool:
-        """Returns True if one of its ranks trains a part of the group."""
         return group.meta is not None and any(owner in self.ranks for owner in group.meta.owners)
 
     def samples(self, groups: Iterable[TrainingGroup]) -> int:
-        """Returns the number of images of the groups that its ranks train."""
         return sum(
             len(part)
             for group in groups
@@ -212,7 +210,6 @@ class Assignment:
         return tuple(owners)
 
     def computed(self, replica: int, samples: int) -> None:
-        """Records that a replica has computed so many images."""
         self._left[replica] = max(0, self._left[replica] - samples)
 
     def _next(self, samples: int) -> int:

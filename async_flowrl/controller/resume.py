@@ -60,7 +60,6 @@ class Resume:
 
     @property
     def held_versions(self) -> frozenset[int]:
-        """The versions of `held`."""
         return frozenset(version for _, version in self.held)
 
 
@@ -232,7 +231,6 @@ def _installed(package: str) -> str | None:
 
 
 def device_type(device: str) -> str:
-    """Returns the device without its number, e.g. `cuda` for `cuda:0`, because the number does not change results."""
     return device.partition(":")[0]
 
 
@@ -276,7 +274,6 @@ def other_prompts(before: Mapping[str, Any], now: Mapping[str, Any], file: str) 
 
 
 def other_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a phrase for each difference that a resume only warns of."""
     phrases = []
     if before["evaluation"] != now["evaluation"]:
         phrases.append("the prompts of evaluations have changed, so that their curve breaks here")

@@ -44,12 +44,10 @@ class Replicas:
 
     @property
     def lost(self) -> str | None:
-        """The reason why the term has lost all replicas for good; None if it has not."""
         return self.gone[max(self.gone)] if len(self.gone) == self.serve.replicas else None
 
     @property
     def complete(self) -> bool:
-        """True if each replica is up or lost for good."""
         return len(self.urls) + len(self.gone) == self.serve.replicas
 
 
@@ -111,7 +109,6 @@ class RewardServers:
         await self._changed.until(lambda: all(replicas.urls or replicas.lost for replicas in waited))
 
     def lost(self) -> Mapping[str, str]:
-        """Returns term → reason for the terms that have lost all of their servers for good."""
         return {replicas.term: replicas.lost for replicas in self.terms if replicas.lost is not None}
 
     async def keep(self, replicas: Replicas, index: int) -> None:

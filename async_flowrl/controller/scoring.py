@@ -21,7 +21,6 @@ Free = Mapping[str, asyncio.Queue[int]]  # Reward pool → queue of the indices 
 
 
 def free_workers(ctx: Context) -> Free:
-    """Returns queues with all workers of all reward pools, for the start of an attempt."""
     free: dict[str, asyncio.Queue[int]] = {}
     for pool, group in ctx.rewards.items():
         places = free[pool] = asyncio.Queue()
@@ -66,7 +65,6 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
 
 
 def required(ctx: Context, scores: Scores) -> tuple[str, ...]:
-    """Returns the failed terms without which a group is not trained."""
     terms = ctx.config.reward.terms
     return tuple(name for name in scores.failed if name in terms and terms[name].required)
 
@@ -154,7 +152,6 @@ async def asked_until_scored(
 
 
 def failing(terms: Sequence[str], reason: str, *, final: bool = False) -> Scores:
-    """Returns failures of all of the terms for one reason."""
     return Scores((), {}, failed={name: Failure(reason, final=final) for name in terms})
 
 

@@ -83,7 +83,6 @@ class TrainerGroup:
 
     @property
     def first(self) -> Worker:
-        """Rank 0, which sends the weights and writes the checkpoints; all ranks have the same."""
         return self.workers.workers[0]
 
     def laid_out(self, config: Config, ranks_per_replica: int) -> None:
@@ -115,11 +114,9 @@ class TrainerGroup:
         return list(self.algorithm.select(np.arange(config.group_size, dtype=np.float64)))
 
     async def all(self, method: str, *args: Any) -> list[Any]:
-        """Returns the method's results on all ranks, in rank order. Raises the first error."""
         return await together(*(worker.call(method, *args) for worker in self.workers.workers))
 
     async def watch(self) -> None:
-        """Runs beside the loop and raises WorkerDied as soon as a rank dies."""
         await together(*(worker.watch() for worker in self.workers.workers))
 
     async def update(self, ctx: Context, step: int) -> dict[str, float]:
@@ -378,5 +375,4 @@ class TrainerGroup:
 
 
 def now() -> float:
-    """Returns the time of the running loop in seconds."""
     return asyncio.get_running_loop().time()

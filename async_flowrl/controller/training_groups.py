@@ -42,7 +42,6 @@ class TrainingGroup:
 
     @property
     def refs(self) -> list[Any]:
-        """Refs of its trajectories, in the order of its tickets."""
         return [ticket.payload.trajectory for ticket in self.tickets]
 
 

@@ -161,7 +161,6 @@ class PublishedWeights:
         return self.table.shape.version_for(self.table.step)
 
     async def leave(self, worker: str) -> None:
-        """Ends the deliveries to the worker of this name."""
         await self._started.wait()
         for delivery in self._deliveries:
             await delivery.leave(worker)
@@ -187,7 +186,6 @@ class PublishedWeights:
             await self.ema.release(before)
 
     async def watch(self) -> None:
-        """Runs beside the loop and raises an error of a delivery that must end the run."""
         await self._started.wait()
         async with asyncio.TaskGroup() as tasks:
             for delivery in self._deliveries:
@@ -277,7 +275,6 @@ class PublishedWeights:
         self.work.notify(worker)
 
     async def _give_up(self, name: str, error: BaseException) -> None:
-        """Kills a worker that cannot get weights. Raises CorruptedVersion after too many damaged ones in a row."""
         self.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
         for worker in self.rollout.workers:
             if worker.name == name:

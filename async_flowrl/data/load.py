@@ -61,7 +61,6 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
 
 
 def open_split(path: Path, split: str, keys: Keys) -> Rows:
-    """Returns the rows of a file, or of a split of a folder. Raises PromptError."""
     files = split_files(path, split)
     if files is None:
         names, entries = " or ".join(NAMES[split]), ", ".join(sorted(entry.name for entry in path.iterdir())[:10])

@@ -102,7 +102,6 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
 
 
 def no_target(text: str) -> str:
-    """Returns the error text for a prompt without the target that a reward needs."""
     return f"the reward needs a target, but there is none in double quotes: {text!r:.200}"
 
 

@@ -145,7 +145,6 @@ class Curriculum:
         self._outcomes += bytes(outcomes)
 
     def saved(self) -> str:
-        """Returns all outcomes as text, for a checkpoint."""
         return base64.b64encode(zlib.compress(bytes(self._outcomes))).decode()
 
     def _choose(self) -> None:

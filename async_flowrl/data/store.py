@@ -146,17 +146,14 @@ class Prompts(Sequence[Prompt]):
 
     @property
     def duplicates(self) -> int:
-        """Number of prompts whose text occurs earlier in the sequence."""
         return len(self) - len(np.unique(self.texts))
 
     def check_targets(self) -> None:
-        """Raises PromptError for the first prompt without a target."""
         for index, prompt in enumerate(self):
             if not prompt.target:
                 raise PromptError(f"{self.where(index)}: {no_target(prompt.text)}")
 
     def where(self, index: int) -> str:
-        """Returns the place of a prompt: file and line, or file and row."""
         return self.rows.where(int(self._places[index]))
 
     def _read(self, index: int) -> Prompt:

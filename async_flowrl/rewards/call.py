@@ -82,7 +82,6 @@ def joined(where: str, results: Sequence[Result]) -> Result:
 
 
 def check_size(where: str, number: float) -> None:
-    """Raises RewardError if the magnitude of `number` is above MAX_SCORE."""
     if abs(number) > MAX_SCORE:
         raise RewardError(f"{where} is {number:g}; numbers beyond {MAX_SCORE:g} overflow in the loss: scale them down")
 

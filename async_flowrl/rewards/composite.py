@@ -67,7 +67,6 @@ class CompositeReward:
         return replace(scores, spans=(Span("score", start, time.time()), *scores.spans))
 
     def connect(self, servers: Mapping[str, Addresses]) -> None:
-        """Passes the addresses of the run's servers, by term, to the terms that use them."""
         for term in self.terms:
             if (address := servers.get(term.name)) is not None:
                 cast("Any", term.reward).connect(address.urls, address.token)

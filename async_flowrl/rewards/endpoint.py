@@ -70,11 +70,9 @@ class Endpoint:
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def connect(self, urls: Sequence[str], token: str | None) -> None:
-        """Replaces the URLs and the token by those of servers that the run has started."""
         self.urls, self._token = list(urls), token or ""
 
     def counted(self) -> Requests:
-        """Returns the requests since the last call of this method."""
         counted, self._requests = self._requests, Requests()
         token = self._token or os.environ.get(self._variable or "", "").strip()
         return replace(counted, last=counted.last.replace(token, "***")) if token else counted

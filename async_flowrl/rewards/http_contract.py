@@ -140,7 +140,6 @@ def _no_constant(name: str) -> float:
 
 
 def shown(body: bytes) -> str:
-    """Returns the beginning of a body on one line, for an error message."""
     text = " ".join(body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
 
@@ -197,7 +196,6 @@ def _from_base64(index: int, text: object) -> bytes:
 
 
 def reply_body(results: Sequence[Result]) -> bytes:
-    """Returns the reply with the results of all groups of a request, in order."""
     scores = [score for result in results for score in result.scores]
     extras = [
         {name: values[image] for name, values in result.extras.items()}

@@ -211,7 +211,6 @@ def check_held_out(config: Config) -> bool:
 
 @_renaming()
 def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
-    """Raises ValueError for the first prompt that a held-out term cannot score."""
     check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts)
 
 

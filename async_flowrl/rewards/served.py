@@ -89,7 +89,6 @@ def _check_command(where: str, serve: ServeConfig) -> None:
 
 
 def command_of(serve: ServeConfig) -> list[str]:
-    """Returns the words of the command; empty if it is neither a text nor a list of texts."""
     command = serve.command
     if isinstance(command, str):
         try:

@@ -180,7 +180,6 @@ class ReplyCache:
         self._places.setdefault(key, (self._own, start))
 
     def sync(self) -> None:
-        """Returns once all answers of this process are on the disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -317,7 +316,6 @@ class VLMJudge:
         return [extras | {"score": (score - low) / (high - low) if self.normalise else score} for score in scores]
 
     def _body(self, prompt: Prompt, urls: Sequence[str]) -> dict[str, Any]:
-        """Returns the body of a chat completion request; `extra_body` replaces fields, and None in it removes one."""
         images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         question = {"type": "text", "text": self._filled(prompt, len(urls))}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -341,7 +339,6 @@ class VLMJudge:
         return hashlib.sha256(question.encode()).digest()
 
     def _filled(self, prompt: Prompt, count: int) -> str:
-        """Fills in the template in one pass, so braces in a prompt are not replaced."""
         values = {
             "prompt": prompt.text,
             "target": prompt.target or "",
@@ -361,7 +358,6 @@ class VLMJudge:
 
 
 def png_url(image: ByteArray) -> str:
-    """Returns an image uint8 [H, W, 3] as a data URI; PNG is lossless."""
     return "data:image/png;base64," + base64.b64encode(encode_image(image, "png")).decode()
 
 
@@ -388,7 +384,6 @@ def _check_mode(mode: str, images: str, after: str | None) -> None:
 
 
 def _placeholders(template: str, mode: str) -> set[str]:
-    """Returns the names in single braces; raises ValueError for unknown ones, and for a template without the prompt."""
     names = set(_PLACEHOLDER.findall(template))
     for name in sorted(names - set(PLACEHOLDERS)):
         raise ValueError(unknown_name("a name in braces in prompt_template", name, PLACEHOLDERS))
@@ -470,7 +465,6 @@ def _bounded(value: object, bounds: tuple[float, float]) -> float:
 
 
 def _transcription_score(answer: Answer, target: str) -> float:
-    """Returns the reward `ocr` of the transcription: max(0, 1 - edit distance / n) for a target of n characters."""
     # A transcription that was cut off is scored if it has at least 2 n characters, since its edit distance cannot fall
     # below n any more; else JudgeError is raised.
     if answer.cut and len(normalise(answer.text)) < 2 * len(normalise(target)):

@@ -52,7 +52,6 @@ class MissingPath(ValueError):
 
 
 def check_path(reward: str, option: str, place: str) -> None:
-    """Raises MissingPath if `place` is a local path that does not exist."""
     # A name of the form owner/name may be a hub repository, and is first looked up when the weights are loaded.
     path = expanded(place)
     if not path.exists() and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") != 1):

@@ -41,7 +41,6 @@ class RequestBuilder:
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The sampler of training prompts, without the curriculum."""
         config = self.config
         return Sampler(
             len(self.train),
@@ -53,7 +52,6 @@ class RequestBuilder:
 
     @cached_property
     def curriculum(self) -> Curriculum | None:
-        """The curriculum, which sets prompts aside; None if `data.curriculum.after` is not set."""
         settings = self.config.data.curriculum
         if settings.after is None:
             return None
@@ -70,7 +68,6 @@ class RequestBuilder:
         return "training" if self.shared else "held_out"
 
     def prompt(self, ticket: Ticket) -> Prompt:
-        """Returns the prompt of the ticket's group."""
         if ticket.kind == EVALUATION:
             return self.evaluation[ticket.group]
         return self.train[self._chosen(ticket.step)[ticket.group]]
@@ -114,7 +111,6 @@ class RequestBuilder:
         return derive(self.config.seed, name, step, group, image)
 
     def request(self, ticket: Ticket) -> RolloutRequest:
-        """Returns the request for a training or an evaluation ticket."""
         config, step, group = self.config, ticket.step, ticket.group
         window = Window((), ())
         if ticket.kind == EVALUATION:

@@ -58,7 +58,6 @@ class PendingTickets:
         return sum(len(self._ordinals.get((TRAIN, version), ())) for version in versions)
 
     def count(self, versions: Iterable[int]) -> int:
-        """Returns the number of training tickets of these versions."""
         tickets = self._tickets[TRAIN]
         heaps = [self._ordinals.get((TRAIN, version), ()) for version in versions]
         ordinals = {ordinal for heap in heaps for ordinal in heap if ordinal in tickets}
@@ -238,7 +237,6 @@ class TicketTable:
     # -- tickets for the trainer
 
     def group(self, step: int, group: int, *, kind: str = TRAIN) -> list[Ticket]:
-        """Returns the tickets of a group in order; empty if they are not issued yet."""
         if kind == EVALUATION:
             return [t for t in self._evaluation.values() if t.group == group]
         first = step * self.shape.tickets_per_step + group * self.shape.tickets_per_group
@@ -320,7 +318,6 @@ class TicketTable:
         yield from self._evaluation.values()
 
     def counts(self) -> dict[State, int]:
-        """Returns the number of training tickets issued since this start, by their state."""
         counts = {state: self.finished.get(state, 0) for state in State}
         for ticket in self._tickets.values():
             counts[ticket.state] += 1
@@ -328,7 +325,6 @@ class TicketTable:
 
     @property
     def issued(self) -> int:
-        """Number of training tickets issued since this start."""
         return (self._issued_steps - self.first_step) * self.shape.tickets_per_step
 
     def _issue(self, last_step: int) -> None:

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 
 class State(StrEnum):
-    """State of a ticket."""
-
     PENDING = "PENDING"  # It waits for a worker.
     RUNNING = "RUNNING"  # A worker makes its images.
     SCORING = "SCORING"  # It has images; its group has no scores yet.
@@ -41,7 +39,6 @@ class Shape:
         return self.tickets_per_group * self.groups_per_step
 
     def version_for(self, step: int) -> int:
-        """Returns the version whose weights make all images of `step`."""
         return max(0, step - self.max_staleness)
 
 
@@ -91,7 +88,6 @@ class Held:
 
 
 def record(ticket: Ticket) -> dict[str, Any]:
-    """Returns the fields of the event that is logged for each change of a ticket's state."""
     names = ("ordinal", "kind", "step", "group", "state", "worker", "attempt", "version", "digest")
     batch = {"batch": ticket.batch} if ticket.batch and ticket.state is State.RUNNING else {}
     return {name: getattr(ticket, name) for name in names} | batch
