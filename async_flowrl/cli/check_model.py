@@ -4,6 +4,7 @@ import argparse
 import functools
 import inspect
 import logging
+import math
 import sys
 import tempfile
 import traceback
@@ -65,12 +66,12 @@ LEVELS = {"float32": 1, "bfloat16": 4}  # Dtype of the model → the same for de
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one step: the largest difference, absolute and relative to the largest stock value, or None."""
+    """Result of one step: the largest difference, absolute and relative to the largest stock value, or NaN."""
 
     step: str
     holds: bool
-    difference: float | None = None
-    relative: float | None = None
+    difference: float = math.nan
+    relative: float = math.nan
     text: str = ""
 
 
@@ -130,9 +131,10 @@ class Job:
         return torch.stack(drawn).to(self.device)
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table and the first step that differs; returns 0 (all agree), 1 or 2 (nothing to compare)."""
     # After agreement it records that the family was checked, so that runs no longer warn.
+    options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         job = job_of(settings_of(options), options.prompt, "cuda" if torch.cuda.is_available() else "cpu")
@@ -172,10 +174,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def table(rows: Sequence[Row]) -> str:
     """One row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
-    cells = []
-    for row in rows:
-        numbers = ("–" if number is None else f"{number:.2g}" for number in (row.difference, row.relative))
-        cells.append((row.step, "yes" if row.holds else "no", *numbers))
+    cells = [(r.step, "yes" if r.holds else "no", f"{r.difference:.2g}", f"{r.relative:.2g}") for r in rows]
     return format_table(("step", "equal", "max |difference|", "relative"), cells)
 
 
@@ -289,9 +288,7 @@ def _encoded(job: Job) -> list[Branch]:
 
 def _schedule(job: Job, stock: Stock) -> Row:
     ours = job.policy.sigmas(job.sampling.num_inference_steps, job.sampling.resolution)
-    row = row_of(SCHEDULE, zip(ours[:, None], stock.sigmas[:, None], strict=False), absolute=job.relative)
-    if ours.shape != stock.sigmas.shape:
-        row = Row(SCHEDULE, False, text=f"the family has {len(ours)} sigmas, the stock pipeline {len(stock.sigmas)}")
+    row = row_of(SCHEDULE, [(ours, stock.sigmas)], absolute=job.relative)
     kind = type(job.pipeline.scheduler).__name__
     if row.holds or kind == EULER:
         return row
@@ -309,7 +306,7 @@ def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
             raise ValueError("velocity() does not call policy.transformer, the only network that is trained")
         names = sorted(name for name in {*calls[0], *stock.network[0]} if not _is_latents_or_time(name))
         rows += [_input(name, calls[0].get(name), stock.network, job.relative) for name in names]
-    return min(rows, key=lambda row: (row.holds, -(row.difference or 0.0)))
+    return min(rows, key=lambda row: (row.holds, -row.difference))
 
 
 def _input(name: str, value: Any, network: Sequence[Inputs], relative: float) -> Row:
@@ -441,7 +438,3 @@ def parser() -> argparse.ArgumentParser:
     option("--dtype", choices=("bfloat16", "float32"), default="float32", help="default float32: no rounding")
     option("--max-sequence-length", type=int, help="model.max_sequence_length")
     return command_line
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run(parser().parse_args(arguments))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from async_flowrl.cli.benchmark import NOTHING_BUT_TRAINING
-from async_flowrl.cli.plan_from_run import count
+from async_flowrl.cli.options import count
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import DEFAULT, compose_config

@@ -13,6 +13,7 @@ import torch
 
 from async_flowrl.cli.before_after import evaluate, table, write
 from async_flowrl.cli.evaluation_job import job_of
+from async_flowrl.cli.options import count, seed
 from async_flowrl.config import exit_codes
 from async_flowrl.controller.reward_servers import ServerLost
 from async_flowrl.observability.terminal import refuse
@@ -42,28 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    command_line = argparse.ArgumentParser(
-        prog="async-flowrl evaluate",
-        description="Scores before and after: of the base model, and with a LoRA or trained weights.",
-    )
+    command_line = argparse.ArgumentParser(prog="async-flowrl evaluate", description="Scores before and after.")
     option = command_line.add_argument
     option("source", type=Path, metavar="RUN_OR_LORA", help="a run directory, a LoRA of any format, or RUN/transformer")
     option("--lora", type=Path, help="with a run directory: another LoRA than its own")
     option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
     option("--prompts", type=Path, help="a file of prompts (default: those of the run's evaluations)")
-    option("--max-prompts", type=int, help="from the beginning of the file (default: all of FILE, or as the run)")
-    option(
-        "--reward",
-        action="append",
-        help="a registered name, pkg.module:attr, or a term of the run; may be repeated (default: the run's)",
-    )
-    option("--images", type=int, help="images per prompt and seed (default: the run's, or 8)")
-    option("--seeds", type=int, help="how many seeds, counted up from --seed (default 1)")
-    option("--seed", type=int, help="first seed of the noises (default: the run's evaluations')")
-    option("--steps", type=int, help="denoising steps")
+    option("--max-prompts", type=count, help="from the beginning of the file (default: all of FILE, or as the run)")
+    option("--reward", action="append", help="a name, pkg.module:attr, or a term of the run (default: the run's)")
+    option("--images", type=count, help="images per prompt and seed (default: the run's, or 8)")
+    option("--seeds", type=count, help="how many seeds, counted up from --seed (default 1)")
+    option("--seed", type=seed, help="first seed of the noises (default: the run's evaluations')")
+    option("--steps", type=count, help="denoising steps")
     option("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
-    option(
-        "--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default: what the prompt or the run says)"
-    )
+    option("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default: by prompt or run)")
     option("--out", type=Path, help="a folder for evaluation.json and before_after.png")
     return command_line

@@ -21,7 +21,6 @@ from async_flowrl.config.own_code import absolute
 from async_flowrl.config.pools import served_terms
 from async_flowrl.config.resolution import Resolution, resolution_option
 from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm
-from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.controller.reward_servers import RewardServers, server_pools, serving
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import EventLog
@@ -82,11 +81,6 @@ class Job:
 
 def job_of(options: Namespace) -> Job:
     """Returns the job that the command line asks for. Raises ValueError with one sentence if it cannot be evaluated."""
-    for name in ("images", "seeds", "steps", "max_prompts"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
-        raise ValueError(f"--seed must be from 0 to {MAX_SEED}, got {options.seed}")
     config, trained = _origin(options)
     _sampling(config, options)
     terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}

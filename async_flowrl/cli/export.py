@@ -16,6 +16,7 @@ from async_flowrl.observability.terminal import refuse
 
 logger = logging.getLogger(__name__)
 
+WHOLES = ("pipeline", "transformer")  # Choices of `--merged`; with tune=full: which of them to write.
 FORMS = ("comfyui", "kohya")  # Choices of `--format`: the names of file layouts in `policies/lora_formats.py`.
 
 
@@ -37,33 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    command_line = argparse.ArgumentParser(
-        prog="async-flowrl export", description="Writes what was trained in a folder that can be published."
-    )
+    command_line = argparse.ArgumentParser(prog="async-flowrl export", description="Writes a folder to publish.")
     option = command_line.add_argument
     option("source", type=Path, metavar="SOURCE", help="a run directory, a checkpoint, or any LoRA")
-    option(
-        "out",
-        type=Path,
-        metavar="OUT",
-        help="the folder: diffusers' file and peft/, or the trained pipeline; README.md",
-    )
+    option("out", type=Path, metavar="OUT", help="the folder: a LoRA in diffusers' file and peft/, or the pipeline")
     option("--raw", action="store_true", help="the trained weights even if the run kept their EMA")
     option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
-    option(
-        "--format",
-        dest="form",
-        action="append",
-        choices=FORMS,
-        help="also a single file in these names; may be given twice",
-    )
-    option(
-        "--merged",
-        nargs="?",
-        const="pipeline",
-        choices=("pipeline", "transformer"),
-        help="also the model with the LoRA in its weights; with tune=full: which of them to write",
-    )
+    option("--format", dest="form", action="append", choices=FORMS, help="also a single file in these names")
+    option("--merged", nargs="?", const=WHOLES[0], choices=WHOLES, help="also the model, the LoRA in its weights")
     option("--license", help="as the Hub writes it, e.g. apache-2.0")
     option("--evaluation", type=Path, help="a folder of async-flowrl evaluate, for the card")
     return command_line

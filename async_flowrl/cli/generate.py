@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from PIL import Image
 
+from async_flowrl.cli.options import count, seed
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.models import is_toy
 from async_flowrl.config.resolution import configured, height_width, resolution_option
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
-from async_flowrl.config.settings import MAX_SEED
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file, trained_file
@@ -176,10 +176,10 @@ def _parser() -> argparse.ArgumentParser:
     trained.add_argument("--transformer", type=Path, help="RUN/transformer of a run with tune=full")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times: one row each")
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--images", type=int, default=4, help="images per prompt (default 4)")
+    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--images", type=count, default=4, help="images per prompt (default 4)")
     parser.add_argument("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels")
-    parser.add_argument("--num-inference-steps", type=int)
+    parser.add_argument("--num-inference-steps", type=count)
     parser.add_argument("--true-cfg-scale", type=float, help="scale of classifier-free guidance; 0 or 1 for none")
     parser.add_argument("--guidance-scale", type=float, help="for models that take it as an input, such as FLUX.1-dev")
     parser.add_argument("--negative-prompt")
@@ -194,13 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trained = path.expanduser() if path is not None else None
     try:
         if trained is not None and options.transformer is not None and not trained_file.is_whole(trained):
-            raise ValueError(
-                f"--transformer {trained} is no transformer's folder with {trained_file.CONFIG} and weights"
-            )
-        if options.images < 1:
-            raise ValueError(f"--images must be at least 1, got {options.images}")
-        if not 0 <= options.seed <= MAX_SEED - options.images:
-            raise ValueError(f"--seed must be at least 0 and at most {MAX_SEED - options.images}, got {options.seed}")
+            raise ValueError(f"--transformer {trained} is no folder with {trained_file.CONFIG} and weights")
         settings = from_config(config_of(trained, options.model))
         check_guidance(settings.model, options.true_cfg_scale, options.guidance_scale)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from async_flowrl.cli.options import count, pair
 from async_flowrl.config.check import sharing_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.placement import recorded_placement
@@ -206,16 +207,3 @@ def main(arguments: Sequence[str]) -> None:
         f"rewards {rewards or 0} s, delivery {took.delivery:.3g} s; busy: {busy}\n\n"
         f"{format_table(HEAD, rows, align=str.rjust)}\n\n" + "\n".join(sentences) + "\n"
     )
-
-
-def count(value: str) -> int:
-    if (number := int(value)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return number
-
-
-def pair(value: str) -> tuple[int, int]:
-    left, separator, right = value.partition(":")
-    if not separator:
-        raise argparse.ArgumentTypeError(f"must be ROLLOUT:TRAINER, for example 5:3, got {value}")
-    return count(left), count(right)

@@ -75,7 +75,7 @@ def test_a_shipped_family_is_its_stock_pipeline(name: str, capsys: pytest.Captur
         (
             "def sigmas(self, steps, resolution):\n    return super().sigmas(steps, resolution) ** 1.1",
             "schedule",
-            "by 0.013 at number 1: _set_schedule",
+            "at number 0: _set_schedule",
         ),
         (
             "def _network(self, *given):\n    return -super()._network(*given)",

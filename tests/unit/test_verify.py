@@ -131,7 +131,7 @@ def evaluated_elsewhere(events: list[Record]) -> list[Record]:
     ("tamper", "check", "text"),
     [
         (change("TRAINED", version=2), "bound", "is 2 versions old"),
-        (change("TRAINED", version=4), "bound", "was made with version 4"),
+        (change("TRAINED", version=4), "bound", "is 0 versions old"),
         (change("TRAINED", version=5), "bound", "is -1 versions old"),
         (double("TRAINED"), "exactly once", r"tickets \[0\] were finished more than once"),
         (drop("TRAINED"), "exactly once", "5 steps should have equally many tickets"),

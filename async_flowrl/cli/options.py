@@ -1,0 +1,24 @@
+"""Types of command line options, for argparse."""
+
+import argparse
+
+from async_flowrl.config.settings import MAX_SEED
+
+
+def count(value: str) -> int:
+    if (number := int(value)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return number
+
+
+def seed(value: str) -> int:
+    if not 0 <= (number := int(value)) <= MAX_SEED:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_SEED}, got {value}")
+    return number
+
+
+def pair(value: str) -> tuple[int, int]:
+    left, separator, right = value.partition(":")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"must be ROLLOUT:TRAINER, for example 5:3, got {value}")
+    return count(left), count(right)
