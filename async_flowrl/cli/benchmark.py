@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.observability.terminal import refuse, say
@@ -39,10 +38,6 @@ NOTHING_BUT_TRAINING = (
 # With the tiny model: about one second each of generation and training per step, ten tickets per worker.
 DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
 HEAD = ("variant", "step s", "images/s", "speed-up", "bound s", "step ÷ bound", "rollout busy", "trainer busy", "age")
-
-
-class RunFailed(RuntimeError):
-    """A variant's run failed or was too short; after a failure the message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +89,20 @@ def chosen(options: argparse.Namespace) -> list[Variant]:
 
 
 def run(variant: Variant, overrides: Sequence[str], folder: Path) -> Measured:
-    """Makes one run in a process of its own. Raises RunFailed if it fails or has no steady state."""
+    """Makes one run in a process of its own. Raises ValueError if it fails or has no steady state."""
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", variant.mode, f"output_dir={folder}"]
     command += [*NOTHING_BUT_TRAINING, *overrides, *variant.overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
-        raise RunFailed(f"{variant.name} ended with code {done.returncode}:\n{done.stdout[-2000:]}")
+        raise ValueError(f"{variant.name} ended with code {done.returncode}:\n{done.stdout[-2000:]}")
     return read(variant.name, json.loads((folder / "summary.json").read_text(encoding="utf-8")))
 
 
 def read(name: str, summary: Mapping[str, Any]) -> Measured:
-    """Returns what a run's summary says. Raises RunFailed if the run had too few steps for a steady state."""
+    """Returns what a run's summary says. Raises ValueError if the run had too few steps for a steady state."""
     rate, bound = summary["steady_images_per_s"], (summary["bound"] or {}).get("seconds_per_step")
     if not rate or not bound:
-        raise RunFailed(f"{name} has no steady state: more steps are needed (--steps)")
+        raise ValueError(f"{name} has no steady state: more steps are needed (--steps)")
     return Measured(
         variant=name,
         step_seconds=summary["images"] / summary["steps"] / rate,
@@ -202,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_intermixed_args(words)
     try:
         rounds = compare(options, chosen(options))
-    except (ConfigError, ValueError, RunFailed) as error:
+    except ValueError as error:
         return refuse(error)
     command = shlex.join(["async-flowrl", "benchmark", *words])
     out: Path = options.out.expanduser()

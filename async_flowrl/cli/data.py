@@ -35,12 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weight-key", help="data.weight_key: the column of the weight")
     parser.add_argument("--held-out", type=float, help="data.held_out: share that is evaluated instead of trained")
     parser.add_argument("--held-out-seed", type=int, default=0, help="data.held_out_seed")
-    parser.add_argument(
-        "--reward", help="also refuse what this reward could not score: of configs/reward/, or file.py:attr"
-    )
-    parser.add_argument(
-        "--model", help="also count prompts that its text encoder cuts, and refuse sizes: of configs/model/, or a path"
-    )
+    parser.add_argument("--reward", help="of configs/reward/, or file.py:attr: refuse what it could not score")
+    parser.add_argument("--model", help="of configs/model/, or a path: count prompts that it cuts, refuse sizes")
     options = parser.parse_args(arguments)
     try:
         if options.held_out is not None and not 0 <= options.held_out < 1:

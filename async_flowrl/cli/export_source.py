@@ -53,8 +53,10 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
     held = read_checkpoint(checkpoint)
     part = "ema" if average and "ema" in held.tensors else "weights"
-    weights, run_or_none = _trained(held, part, str(checkpoint)), run if config is not None else None
-    return Source(weights, _model(base, config), config, run_or_none, checkpoint_step(checkpoint), part)
+    weights, model = _trained(held, part, str(checkpoint)), _model(base, config)
+    if isinstance(weights, LoraFile):
+        _check_layers(weights, model, path)
+    return Source(weights, model, config, run if config is not None else None, checkpoint_step(checkpoint), part)
 
 
 def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:
@@ -109,13 +111,14 @@ def _read_lora(path: Path, base: str | None) -> Source:
             raise ValueError(f"{error}; with --base it is read as the LoRA of that model, in any names") from error
         lora = lora_formats.read_back(file, resolve_model(model).family)
     lora_file.check_finite(lora.tensors, str(path))
-    if model is not None:
-        _check_layers(lora, model, path)
+    _check_layers(lora, model, path)
     return Source(lora, model, config, run, None)
 
 
-def _check_layers(lora: LoraFile, model: ModelConfig, path: Path) -> None:
+def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path) -> None:
     """Raises ValueError for a layer that the model does not have, or has in another size; not if it is not here."""
+    if model is None:
+        return
     try:
         resolved = resolve_model(model)
         network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer

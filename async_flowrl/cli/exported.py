@@ -111,7 +111,6 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
     base = folder_of(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER)
     places = _places(base)
-    _check(places, lora, base)
     copied = base if what == "pipeline" else base / TRANSFORMER
     _check_room(target, copied.rglob("*"))
     shutil.rmtree(work, ignore_errors=True)
@@ -148,16 +147,6 @@ def _places(base: Path) -> Mapping[str, Place]:
         for name, entry in header.items():
             places[name] = file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
     return places
-
-
-def _check(places: Mapping[str, Place], lora: LoraFile, base: Path) -> None:
-    for module in modules_of(lora.tensors):
-        if f"{module}.weight" not in places:
-            raise ValueError(f"the LoRA adapts {module}, of which {base / TRANSFORMER} holds no weight")
-        shape = places[f"{module}.weight"][2]
-        expected = (lora.tensors[f"{module}.lora_B.weight"].shape[0], lora.tensors[f"{module}.lora_A.weight"].shape[1])
-        if shape != expected:
-            raise ValueError(f"the LoRA's {module} is for a matrix of {expected}, {base / TRANSFORMER} has {shape}")
 
 
 def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
