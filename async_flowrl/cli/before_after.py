@@ -143,7 +143,6 @@ def row(name: str, job: Job, before: Scored, after: Scored) -> Row:
 
 
 async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: RewardServers) -> Scored:
-    """Measures one model. With `reward.on_error=skip`, prompts without a score are left out."""
     config = job.config
     policy = family_of(pipeline, config.model.family).around(
         pipeline, pipeline.transformer.dtype, max_sequence_length=config.model.max_sequence_length
@@ -213,7 +212,7 @@ def noise(config: Config, policy: Policy, size: Resolution, place: int, seed: in
 
 
 def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
-    """Returns the prompt's text, or None and embeddings if it has a system prompt or token ids; and more options."""
+    # Returns the prompt's text, or None and embeddings if it has a system prompt or token ids; and more options.
     like = next(policy.transformer.parameters())
     options: dict[str, Any] = {}
     if prompt.negative_token_ids is not None:

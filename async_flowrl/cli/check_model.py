@@ -214,7 +214,6 @@ def compare(job: Job) -> list[Row]:
 
 
 def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Callable[[], Row]]:
-    """Returns step → what makes its row, in the order in which they are to be made."""
     relative, sampling, policy = job.relative, job.sampling, job.policy
     positive, negative = branches[0], branches[1] if len(branches) > 1 else None
 

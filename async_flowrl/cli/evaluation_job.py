@@ -142,7 +142,6 @@ def _sampling(config: Config, options: Namespace) -> None:
 
 
 def _named_terms(names: Sequence[str], run_terms: Mapping[str, RewardTerm]) -> dict[str, tuple[RewardTerm, str]]:
-    """Returns the terms of `--reward` by name: a run's term, a registered reward, `pkg.module:attr`, `file.py:attr`."""
     terms: dict[str, tuple[RewardTerm, str]] = {}
     for name in names:
         key = name.rpartition(":")[2]
@@ -211,7 +210,6 @@ def _visible(count: int) -> list[str]:
 
 
 def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:
-    """The term with one server, on GPUs of `free`, which lacks the GPU that makes the images."""
     # ValueError if too few.
     serve = term.serve
     assert serve is not None

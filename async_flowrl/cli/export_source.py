@@ -81,7 +81,6 @@ def write_lora(source: Source, out: Path) -> Path:
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """Returns the checkpoint that a path means, None for a LoRA. Raises ValueError if it is neither."""
     if not path.exists():
         raise ValueError(f"{path} is not a folder or a file; give a run directory, a checkpoint or a LoRA")
     if path.is_file():
@@ -116,7 +115,7 @@ def _read_lora(path: Path, base: str | None) -> Source:
 
 
 def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path) -> None:
-    """Raises ValueError for a layer that the model does not have, or has in another size; not if it is not here."""
+    # Raises ValueError for a layer that the model does not have, or has in another size; not if it is not here.
     if model is None:
         return
     try:

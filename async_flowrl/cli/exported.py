@@ -43,7 +43,6 @@ def publish(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
 
 
 def _check_out(out: Path, source: Source) -> None:
-    """Raises ValueError if `out` holds an export of other weights, whose files would stay beside the new ones."""
     if out.exists() and (not out.is_dir() or (out / "config.yaml").is_file()):
         raise ValueError(
             f"{out} is {'the folder of a run' if out.is_dir() else 'a file'}: give a folder for the export"
@@ -128,7 +127,6 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
 
 
 def _check_room(target: Path, copied: Iterable[Path]) -> None:
-    """Makes the parent of `target`. Raises ValueError if `target` exists or the disk has no room for the files."""
     if target.exists():
         raise ValueError(f"{target} exists already; remove it or export elsewhere")
     needed = sum(file.stat().st_size for file in copied if file.is_file())
@@ -150,7 +148,7 @@ def _places(base: Path) -> Mapping[str, Place]:
 
 
 def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
-    """Adds `update` to one matrix in its file: summed in float32, then rounded once to the matrix's dtype."""
+    # Adds `update` to one matrix in its file: summed in float32, then rounded once to the matrix's dtype.
     with safe_open(file, framework="pt") as opened:
         weight: Tensor = opened.get_tensor(name)
     if weight.dtype not in _DTYPES:

@@ -161,7 +161,6 @@ def _measured(folder: Path, out: Path) -> str:
 
 
 def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
-    """Returns a table from the run's own evaluations of the exported version, or None if they cannot be compared."""
     now = next((e for e in records if not e.baseline and e.version == source.step), None)
     before = first_with_setting(records, now) if now is not None else None
     if now is None or before is None:
@@ -179,7 +178,6 @@ def _recorded(source: Source, records: Sequence[Evaluation]) -> str | None:
 
 
 def _draw_grid(out: Path, source: Source) -> None:
-    """Puts the pictures that the run drew of version 0 and of the exported version side by side, if it drew both."""
     if source.run is None or not source.step:
         return
     before, after = (source.run / "images" / f"step_{version:06d}.png" for version in (0, source.step))
@@ -193,7 +191,6 @@ def _draw_grid(out: Path, source: Source) -> None:
 
 
 def _call(source: Source) -> str:
-    """Returns the line that makes the images of `async-flowrl generate`; a plain call if the model is not known."""
     import diffusers
 
     arguments: dict[str, Any] = {}

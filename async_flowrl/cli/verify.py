@@ -116,7 +116,7 @@ def exactly_once(run: RunFiles) -> str:
 
 
 def _one_step_after_the_other(run: RunFiles, per_step: int) -> None:
-    """Raises Broken if a ticket was handed to the trainer before all tickets of the step before were finished."""
+    # Raises Broken if a ticket was handed to the trainer before all tickets of the step before were finished.
     ended: Counter[int] = Counter()
     last: dict[int, str] = {}
     for event in run.history:
@@ -225,7 +225,7 @@ def digests(run: RunFiles) -> str:
 
 
 def _masters(checkpoint: Checkpoint) -> str:
-    """Returns the digest of the float32 masters; if each of several ranks has a share, that of their shares."""
+    # Returns the digest of the float32 masters; if each of several ranks has a share, that of their shares.
     masters, ranks = checkpoint.tensors["weights"], checkpoint.trainer.get(RANKS)
     if ranks is None:
         return weights_digest(masters)
@@ -239,7 +239,7 @@ def _share(tensors: Mapping[str, Tensor], ranks: int, rank: int) -> dict[str, Te
 
 
 def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> None:
-    """Raises Broken unless the last version sent is the masters, or the sampling average, in the network's dtypes."""
+    # Raises Broken unless the last version sent is the masters, or the sampling average, in the network's dtypes.
     version, lora = checkpoint.trainer["version"], checkpoint.trainer["lora"] or {}  # none with tune=full
     prefix = f"{version}/"
     kept = {key.removeprefix(prefix): t for key, t in checkpoint.tensors["retained"].items() if key.startswith(prefix)}

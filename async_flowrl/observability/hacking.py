@@ -78,12 +78,11 @@ def notices(history: Sequence[Evaluation]) -> list[Finding]:
 
 
 def _spent(look: int) -> float:
-    """Part of LEVEL for the test number `look` (1, 2, …); the parts sum to LEVEL."""
+    # Part of LEVEL for the test number `look` (1, 2, …); the parts sum to LEVEL.
     return LEVEL * 6.0 / (math.pi * look) ** 2
 
 
 def _look(past: Sequence[Evaluation]) -> Iterator[Finding]:
-    """Alarms of the last evaluation of `past`, compared with the earlier ones."""
     now = past[-1]
     judged = [name for name, curve in now.curves.items() if curve.kind == HELD_OUT and curve.weight != 0]
     for name in judged:
@@ -100,7 +99,6 @@ def _look(past: Sequence[Evaluation]) -> Iterator[Finding]:
 
 
 def _hacked(name: str, past: Sequence[Evaluation], reference: Evaluation, level: float) -> str | None:
-    """The sentence about a held-out score that got worse since `reference` while the reward rose; None if not so."""
     now, sign = past[-1], past[-1].curves[name].sign
     moved, rise = between(name, now, reference), between(REWARD, now, reference)
     if moved is None or rise is None:
@@ -125,7 +123,6 @@ def _hacked(name: str, past: Sequence[Evaluation], reference: Evaluation, level:
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Pearson correlation; 0 if one of the curves is constant."""
     a, b = (np.asarray(values) - np.mean(values) for values in (one, other))
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
     return 0.0 if norm == 0.0 else float(a @ b) / norm

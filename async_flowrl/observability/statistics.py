@@ -107,7 +107,7 @@ def diversity(images: ByteArray) -> float | None:
 
 
 def _reduced(image: ByteArray) -> Numbers:
-    """The image as [h, w, C] in 0 .. 1, averaged over square blocks so that no side exceeds DIVERSITY_SIDE pixels."""
+    # The image as [h, w, C] in 0 .. 1, averaged over square blocks so that no side exceeds DIVERSITY_SIDE pixels.
     height, width = image.shape[:2]
     factor = min(-(-max(height, width) // DIVERSITY_SIDE), height, width)
     rows, columns = height // factor, width // factor
@@ -117,7 +117,7 @@ def _reduced(image: ByteArray) -> Numbers:
 
 
 def _units(groups: Sequence[Numbers]) -> Numbers:
-    """The independent observations: the means of the prompts, or the scores of the images if there is one prompt."""
+    # The independent observations: the means of the prompts, or the scores of the images if there is one prompt.
     return groups[0] if len(groups) == 1 else np.asarray([group.mean() for group in groups])
 
 

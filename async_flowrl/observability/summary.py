@@ -225,7 +225,6 @@ def _worked(workers: Sequence[Track], pool: str, window: Interval) -> float:
 
 
 def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | None:
-    """Training images per second from the end of the warm-up to the end of the last step."""
     ends = [event["ended"] for event in history if event["event"] == "step"]
     if len(ends) <= WARM_UP_STEPS or ends[-1] <= ends[WARM_UP_STEPS - 1]:
         return None

@@ -154,7 +154,6 @@ def device_time(workers: Sequence[Track], history: Sequence[Event], window: Inte
 
 
 def _scoring(history: Sequence[Event]) -> list[Interval]:
-    """Returns the times at which all images of a training group were there, and its rewards were not."""
     began: dict[tuple[int, int], float] = {}
     waits = []
     for event in history:

@@ -157,7 +157,7 @@ def _state(root: Path, summary: dict[str, Any], steps: int) -> str:
 
 
 def _log(root: Path) -> str:
-    """The end of the controller's log, from the beginning of its last attempt; at most LOG_TAIL_BYTES bytes."""
+    # The end of the controller's log, from the beginning of its last attempt; at most LOG_TAIL_BYTES bytes.
     log = root / "logs" / "controller.log"
     if not log.exists():
         return ""

@@ -81,7 +81,6 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
 
 
 def _windows(run: Records) -> list[tuple[str, Interval]]:
-    """(title, interval) of the windows of exact bars: middle steps first, as they are typical of a run."""
     steps = run.step_events
     parts = {"Steps": 0}
     if (last := len(steps) - MAX_STEPS) > 0:

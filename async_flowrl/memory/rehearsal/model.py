@@ -97,7 +97,7 @@ class FakeModel:
         return policy
 
     def _network(self, aside: Aside, *, on_meta: bool) -> nn.Module:
-        """Builds the network in host memory, because its tables are computed, and then replaces its tensors."""
+        # Builds the network in host memory, because its tables are computed, and then replaces its tensors.
         import diffusers
 
         with aside():
@@ -114,7 +114,6 @@ class FakeModel:
         return network
 
     def _pipeline(self, network: nn.Module) -> Any:
-        """Returns the parts of diffusers' pipeline that a policy uses; one parameter stands for all text encoders."""
         import diffusers
         from diffusers.image_processor import VaeImageProcessor
 

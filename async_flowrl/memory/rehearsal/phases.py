@@ -136,7 +136,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not self._aside and not tensor.is_meta
 
     def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
-        """Counts a storage that an operation returns, unless it is known, or an argument has it, as with views."""
         key = storage._cdata
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if key not in self._sizes and all(tensor.untyped_storage()._cdata != key for tensor in tensors):
@@ -179,5 +178,5 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Returns the bytes that a kernel reads of a tensor: an expanded tensor repeats a smaller storage."""
+    # Returns the bytes that a kernel reads of a tensor: an expanded tensor repeats a smaller storage.
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -53,7 +53,7 @@ def rehearsed_process(model: FakeModel, ledger: Ledger, *, joined: bool) -> Iter
 
 
 def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
-    """Returns (owner, attribute, stand-in); mock raises AttributeError for an attribute that no longer exists."""
+    # Returns (owner, attribute, stand-in); mock raises AttributeError for an attribute that no longer exists.
     load_policy = partial(model.load_policy, ledger.aside)
     return [
         (torch.cuda, "is_available", lambda: False),
@@ -83,7 +83,7 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
 
 
 def _pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
-    """Returns (winners, losers) of the pairs by place, because fake rewards have no values to compare."""
+    # Returns (winners, losers) of the pairs by place, because fake rewards have no values to compare.
     rows = len(batch.steps)
     return list(range(0, rows, 2)), list(range(1, rows, 2))
 
@@ -96,13 +96,11 @@ class _Files(dict[str, float]):
 
 
 def _new_group(own: Any, backend: str, **_: Any) -> Any:
-    """Returns a group of all ranks that answers at once, too, in place of one of `backend`."""
     with unset_fake_temporarily():
         return own(backend="fake")
 
 
 def _in_host_memory(ledger: Ledger, tensor: Tensor) -> Tensor:
-    """Returns a copy that counts as host memory; fake tensors all have the device `cpu`."""
     with ledger.aside():
         return tensor.clone()
 
@@ -119,7 +117,7 @@ _own_numpy, _own_data_ptr = Tensor.numpy, Tensor.data_ptr
 
 
 def _numpy(tensor: Tensor, **options: Any) -> Any:
-    """Returns zeros for a fake tensor; untouched pages of zeros take no physical memory."""
+    # Returns zeros for a fake tensor; untouched pages of zeros take no physical memory.
     if not isinstance(tensor, FakeTensor):
         with unset_fake_temporarily():
             return _own_numpy(tensor, **options)
@@ -127,7 +125,7 @@ def _numpy(tensor: Tensor, **options: Any) -> Any:
 
 
 def _data_ptr(tensor: Tensor) -> int:
-    """Returns for a fake tensor an address that no other storage has."""
+    # Returns for a fake tensor an address that no other storage has.
     if not isinstance(tensor, FakeTensor):
         return _own_data_ptr(tensor)
     storage: int = tensor.untyped_storage()._cdata
@@ -135,7 +133,7 @@ def _data_ptr(tensor: Tensor) -> int:
 
 
 def _apply(module: Any, fn: Any, recurse: bool = True) -> Any:
-    """As `nn.Module._apply`, but replaces a parameter that changes its device, because fake ones cannot be swapped."""
+    # As `nn.Module._apply`, but replaces a parameter that changes its device, because fake ones cannot be swapped.
     if recurse:
         for child in module.children():
             child._apply(fn)

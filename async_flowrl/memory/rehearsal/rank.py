@@ -109,12 +109,10 @@ def sizes_of(worker: TrainerWorker, model: FakeModel) -> Sizes:
 
 
 def _columns(config: Config) -> int:
-    """Returns the denoising steps of an image in one forward pass."""
     return config.trainer.timesteps_per_forward or trained_steps(config)
 
 
 def _spans(ledger: Ledger) -> Any:
-    """Returns a replacement of `UpdateMetrics.span` that also makes each timed span of the update a phase."""
     own = UpdateMetrics.span
 
     @contextmanager
@@ -182,17 +180,14 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
 
 
 def _advantages(config: Config) -> npt.NDArray[np.float64]:
-    """Returns advantages from -1 to 1 that differ for every image of a group."""
     return np.linspace(-1.0, 1.0, config.group_size)
 
 
 def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
-    """Counts the passes of a training step on the rank that has the most.
-
-    Passes without gradient are the behaviour, the reference and, for all optimizer steps but the first, the proximal
-    policy. Ranks that share the trained weights compute the parts of one group after the other
-    (`World.by_group`).
-    """
+    # Counts the passes of a training step on the rank that has the most.
+    # Passes without gradient are the behaviour, the reference and, for all optimizer steps but the first, the proximal
+    # policy. Ranks that share the trained weights compute the parts of one group after the other
+    # (`World.by_group`).
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))
     columns = trained_steps(config) // _columns(config)

@@ -126,11 +126,9 @@ def ticket_request(config: Config, version: int) -> RolloutRequest:
 
 
 def _make_phases(ledger: Ledger, worker: RolloutWorker, config: Config, model: FakeModel, chunk: int) -> None:
-    """Makes forward passes, decoding and encoding of the worker's policy phases of their own, from now on.
-
-    Of a batch of tickets each ticket decodes its own chunks of `chunk` images. An offloaded text encoder counts as
-    device memory only while it encodes.
-    """
+    # Makes forward passes, decoding and encoding of the worker's policy phases of their own, from now on.
+    # Of a batch of tickets each ticket decodes its own chunks of `chunk` images. An offloaded text encoder counts as
+    # device memory only while it encodes.
     policy: Any = worker.engine.policy  # type: ignore[attr-defined]
     encode = policy.encode
     offloaded = model.text_bytes if config.rollout.text_encoder == "offload" else 0
