@@ -1,6 +1,5 @@
 """Diagnosis of a run from its events: one sentence that names the bottleneck and what would make the run shorter."""
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -46,27 +45,21 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
     window = step_window(history)
     if (sentence := reward_bound(workers, window)) is not None:
         return sentence
-    return of_shared(workers, history, window) if together else bottleneck(step_pools(workers, window))
+    return of_shared(workers, window) if together else bottleneck(step_pools(workers, window))
 
 
-def of_shared(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> str:
-    """The sentence about processes that sample and train: what limits them, devices, rewards or the end of a step."""
-    shares = device_time(workers, history, window)
+def of_shared(workers: Sequence[Track], window: Interval) -> str:
+    """The sentence about processes that sample and train: whether the devices are their limit."""
+    shares = device_time(workers, window)
     if shares is None:
         return LITTLE
     start = f"Shared processes sampled {shares.sampled:.0%} and trained {shares.trained:.0%} of the time"
     if shares.idle < MIN_LOST_SHARE:
         return f"{start}: the devices are the limit, and neither phase waits for the other."
-    idle = {
-        "Rewards are the limit: more reward workers or a larger max_staleness shorten the run.": shares.rewards,
-        "The end of a step is the limit, at which devices wait for others: more and smaller tickets (ticket_size) or a "
-        "larger max_staleness shorten the run.": shares.barrier,
-        "Most of that is between steps: versions, checkpoints and the controller's own work.": shares.idle
-        - shares.rewards
-        - shares.barrier,
-    }
-    sentence = max(idle, key=lambda sentence: idle[sentence])
-    return f"{start}, and had nothing to do {shares.idle:.0%} of it. {sentence}"
+    return (
+        f"{start}, and had nothing to do {shares.idle:.0%} of it, for rewards or at the end of a step: more reward "
+        "workers, more and smaller tickets (ticket_size) or a larger max_staleness shorten the run."
+    )
 
 
 def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
@@ -95,7 +88,7 @@ def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str
 
 
 def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
-    """One sentence with the name of the reward pool that is the bottleneck in `window` and the settings that help.
+    """One sentence with the name of the reward pool that is the bottleneck in `window` and the setting that helps.
 
     None if rollout or trainer workers are occupied longer, or if one of the two thresholds above is not reached.
     """
@@ -110,19 +103,12 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
     waited = fmean(length(intersect(track.intervals("wait_data"), [window])) for track in pools["trainer"])
     if busy < MIN_OCCUPIED * whole or busy <= others or waited < MIN_WAITED * whole:
         return None
-    settings = " ".join(f"{workers_key(pool)}={count}" for pool, count in enough(rewards, others).items())
     return (
         f"Reward-bound: workers of the pool {slowest} were busy {busy / whole:.0%} of the time, and the trainer waited "
-        f"for images {waited / whole:.0%} of it; {settings} would be enough."
+        f"for images {waited / whole:.0%} of it; more of them ({workers_key(slowest)}) shorten the run, and {SPLIT}"
     )
 
 
 def occupied(track: Track, window: Interval) -> float:
     """Seconds of `window` in which a worker was in no waiting state."""
     return length(subtract([window], union(interval for times in track.waits.values() for interval in times)))
-
-
-def enough(rewards: Mapping[str, Sequence[float]], others: float) -> dict[str, int]:
-    """Reward pool → workers that it needs so that each is occupied for at most `others` seconds, if it has fewer."""
-    needed = {pool: math.ceil(sum(s) / others) if others > 0 else len(s) + 1 for pool, s in rewards.items()}
-    return {pool: count for pool, count in needed.items() if count > len(rewards[pool])}

@@ -17,15 +17,12 @@ from typing import Any, NamedTuple
 from async_flowrl.observability.events import Event, read_events, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
 from async_flowrl.observability.ledger import place_of, pool_of
-from async_flowrl.types import TRAIN
 
 MICROSECONDS = 1e6
 # Order of the tracks by pool; other pools come last.
 POOLS = ("rollout", "reward", "trainer")
 # Pools whose workers of the same number are one process.
 SHARING_POOLS = ("rollout", "trainer")
-# States of a ticket that waits to be made (again), that has images and no reward yet, and whose group has its rewards.
-PENDING, SCORING, READY = "PENDING", "SCORING", "READY"
 # Events that the trace shows as a point in time.
 INSTANTS = ("version", "fault", "worker_joined", "worker_left", "rollback", "step")
 
@@ -116,24 +113,20 @@ class DeviceTime(NamedTuple):
     """Mean shares of the time of all devices, from 0 to 1. `idle`: a device neither sampled nor trained.
 
     A process may sample beside its optimizer step, so `sampled`, `trained` and `idle` may add up to more than 1.
-    `rewards` is idle time while the reward of a training group was made, `barrier` that while another device computed
-    and no reward was made; the rest of `idle` is e.g. between two steps.
     """
 
     sampled: float
     trained: float
     idle: float
-    rewards: float
-    barrier: float
 
 
 def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared: bool) -> dict[str, float | None]:
     """Returns `device_time` from the first to the last step, by name; None each without it, and without `shared`."""
-    time = device_time(workers, history, step_window(history)) if shared else None
+    time = device_time(workers, step_window(history)) if shared else None
     return dict.fromkeys(DeviceTime._fields) if time is None else dict(time._asdict())
 
 
-def device_time(workers: Sequence[Track], history: Sequence[Event], window: Interval) -> DeviceTime | None:
+def device_time(workers: Sequence[Track], window: Interval) -> DeviceTime | None:
     """Returns what the devices did in `window`, unix seconds; None if nothing of it was recorded."""
     busy = busy_by_device(workers)
     whole = (window[1] - window[0]) * len(busy)
@@ -141,32 +134,8 @@ def device_time(workers: Sequence[Track], history: Sequence[Event], window: Inte
         return None
     pools = by_pool(workers)
     work = {pool: sum(length(intersect(t.busy, [window])) for t in pools.get(pool, ())) for pool in SHARING_POOLS}
-    idle = [subtract([window], intervals) for intervals in busy.values()]
-    computing = union(interval for intervals in busy.values() for interval in intervals)
-    scoring = _scoring(history)
-    return DeviceTime(
-        sampled=work["rollout"] / whole,
-        trained=work["trainer"] / whole,
-        idle=sum(map(length, idle)) / whole,
-        rewards=sum(length(intersect(free, scoring)) for free in idle) / whole,
-        barrier=sum(length(subtract(intersect(free, computing), scoring)) for free in idle) / whole,
-    )
-
-
-def _scoring(history: Sequence[Event]) -> list[Interval]:
-    began: dict[tuple[int, int], float] = {}
-    waits = []
-    for event in history:
-        if event["event"] != "ticket" or event["kind"] != TRAIN:
-            continue
-        group = event["step"], event["group"]
-        if event["state"] == SCORING:
-            began[group] = event["time"]  # of its last ticket in the end: before that nobody makes rewards
-        elif event["state"] == READY and group in began:
-            waits.append((began.pop(group), event["time"]))
-        elif event["state"] == PENDING:
-            began.pop(group, None)
-    return union(waits)
+    idle = sum(length(subtract([window], intervals)) for intervals in busy.values())
+    return DeviceTime(work["rollout"] / whole, work["trainer"] / whole, idle / whole)
 
 
 def trace(events: Iterable[Event]) -> dict[str, Any]:

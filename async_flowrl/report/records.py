@@ -19,11 +19,8 @@ from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
 from async_flowrl.observability.timeline import Track, by_device, tracks
 
-# What lines of events of these kinds contain. They are the largest part of the file, and reports skip them; only with
-# `placement=shared` they need tickets, which say for how long a reward was made.
-TICKET, VERSION = '"event": "ticket"', '"event": "version"'
-# What lines of a ticket's other changes contain, which do not say it.
-NO_REWARD = tuple(f'"state": "{state}"' for state in ("RUNNING", "HANDED", "TRAINED", "SKIPPED"))
+# What lines of events of these kinds contain. They are the largest part of the file, and reports skip them.
+SKIPPED = ('"event": "ticket"', '"event": "version"')
 # Bytes at the end of the controller's log that are searched for the cause of a failure.
 LOG_TAIL_BYTES = 200_000
 MAX_CAUSE_CHARACTERS = 400
@@ -35,7 +32,7 @@ CAUSE = re.compile(r"^[\s|+-]*((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$")
 class Records:
     """The content of a run directory so far.
 
-    `history` has the events that rollbacks did not make void, without those that reports skip (see TICKET).
+    `history` has the events that rollbacks did not make void, without those that reports skip (SKIPPED).
     `evaluations` has the baseline first, without terms that always equal the reward. `summary` and `config` are {} if
     the file does not exist, or the summary is of an earlier attempt. `state` is "running", "finished", "stopped"
     (before its end, with a summary), "failed" (an error is in the log) or "unfinished" (e.g. the process was killed).
@@ -109,12 +106,11 @@ def read_run(root: Path) -> Records:
     evaluations = _distinct(read_evaluations(root / "evaluations.jsonl"))
     config = _config(root / "config.yaml")
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
-    skipped = (VERSION, *NO_REWARD) if recorded_placement(config.get("placement")).together else (TICKET, VERSION)
     events = root / "events.jsonl"
     return Records(
         root=root,
         metrics=metrics,
-        history=effective(read_events(events, skipped=skipped)) if events.exists() else [],
+        history=effective(read_events(events, skipped=SKIPPED)) if events.exists() else [],
         evaluations=sorted(evaluations, key=lambda e: (not e.baseline, e.version)),
         summary=summary,
         config=config,

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.phases import Ledger, Phase
 from async_flowrl.memory.rehearsal.process import rehearsed_process
 from async_flowrl.rollout.worker import RolloutWorker
-from async_flowrl.tickets.request import sampling
+from async_flowrl.tickets.request import RequestBuilder, sampling
+from async_flowrl.tickets.ticket import Ticket
 from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
 from checkpoint_engine import EVALUATION, RING, Draft, Header
 
@@ -105,21 +105,11 @@ def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
 
 def ticket_request(config: Config, version: int) -> RolloutRequest:
     """Returns a training ticket of STEPS denoising steps, to be generated with `version`."""
-    rollout, n = config.rollout, config.images_per_ticket
-    drawn = draw_window(
-        config.algorithm, num_inference_steps=rollout.num_inference_steps, seed=config.seed, step=0, group=0
-    )
-    return RolloutRequest(
-        kind=TRAIN,
-        ordinal=0,
-        step=0,
-        group=0,
-        version=version,
-        prompt=Prompt(0, "a prompt of usual length"),
-        images=tuple(range(n)),
-        initial_seeds=tuple(range(n)),
-        noise_seeds=tuple(range(n)),
-        noise_steps=(0,) if drawn.noise_steps else (),
+    prompts = [Prompt(0, "a prompt of usual length")]
+    request = RequestBuilder(config, prompts, prompts).request(Ticket(TRAIN, 0, 0, 0, 0, version))
+    return replace(
+        request,
+        noise_steps=(0,) if request.noise_steps else (),
         train_steps=(0,),
         sampling=replace(sampling(config), num_inference_steps=STEPS),
     )
