@@ -102,7 +102,7 @@ class ReceiverQueue:
             raise WeightsMismatch(f"{self.name} acknowledged {ack}, but was sent {sent}")
         self._stats.acknowledged += 1
         job.settle(True)
-        self._delivery.acknowledged(self.name, ack)
+        self._delivery.on_ack(self.name, ack)
 
     async def _run(self) -> None:
         try:
@@ -185,10 +185,14 @@ class Delivery:
         replace: Callable[[str, BaseException], Coroutine[Any, Any, None]],
         options: DeliveryOptions | None = None,
         broadcast: CollectiveBroadcast | None = None,
+        on_ack: Callable[[str, Ack], None] = lambda name, ack: None,
     ) -> None:
-        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`."""
+        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`.
+
+        `on_ack(receiver name, ack)` is called in the loop for every acknowledgement.
+        """
         self.stats = DeliveryStats()
-        self._sender, self._replace, self._broadcast = sender, replace, broadcast
+        self._sender, self._replace, self._broadcast, self.on_ack = sender, replace, broadcast, on_ack
         self.options = options or DeliveryOptions()
         self.background, self._now = Background(), asyncio.get_running_loop().time
         self._queues: dict[str, ReceiverQueue] = {}
@@ -196,17 +200,12 @@ class Delivery:
         self._staged: set[int] = set()
         self._retained: dict[int, Header] = {}
         self._evaluated: Header | None = None
-        self._listeners: list[Callable[[str, Ack], None]] = []
         self._sealing = asyncio.Lock()
         self._sealed = asyncio.Condition(self._sealing)
 
     @property
     def receivers(self) -> tuple[str, ...]:
         return tuple(self._queues)
-
-    def on_ack(self, listener: Callable[[str, Ack], None]) -> None:
-        """Registers `listener(receiver name, ack)`, which is called in the loop for every acknowledgement."""
-        self._listeners.append(listener)
 
     async def publish(self, version: int) -> None:
         """Returns when the version is staged, so that the tensors may change; delivery goes on in the background."""
@@ -393,10 +392,6 @@ class Delivery:
         await self._settle(jobs)
         if before is not None and self._evaluated is not None and before.version != self._evaluated.version:
             await self._sender.release(before.version)
-
-    def acknowledged(self, name: str, ack: Ack) -> None:
-        for listener in self._listeners:
-            listener(name, ack)
 
     def retire(self, queue: ReceiverQueue, error: BaseException) -> None:
         if self._queues.get(queue.name) is queue:

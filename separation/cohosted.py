@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-from separation.group import Growth, Ref, Worker, WorkerDied, WorkerFailed, WorkerGroup, seated
+from separation.group import Growth, Ref, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.worker_process import pick_lane
 
 
@@ -121,17 +121,19 @@ class SubGroup:
         self.spec = replace(processes.spec, name=sub_pool.pool, lanes=lanes)
         self.growth: Growth | None = None
         self._successors, self._sub_pool = successors, sub_pool
-        self._by_index = {process.index: SubWorker(process, sub_pool) for process in processes.workers}
-        self.workers: list[Worker] = list(self._by_index.values())
+        self.workers: list[Worker] = [SubWorker(process, sub_pool) for process in processes.workers]
 
     async def replace(self, index: int) -> Worker:
         """Returns the worker's successor; starts no process if another pool has had one started that lives."""
-        return self._seat(await self._successors.of(self._by_index[index].process))
+        return self._seat(await self._successors.of(self._process(index)))
 
     def follow(self, index: int) -> Worker:
         """Returns the present worker at `index`, also if another pool had its process replaced; replaces nothing."""
         present = self._successors.present(index)
-        return seated(self, index) if present is self._by_index[index].process else self._seat(present)
+        return self.workers[index] if present is self._process(index) else self._seat(present)
+
+    def _process(self, index: int) -> Worker:
+        return cast("SubWorker", self.workers[index]).process  # Such a pool has a fixed size.
 
     async def fetch(self, ref: Ref) -> Any:
         return await self._successors.group.fetch(ref)
@@ -140,10 +142,8 @@ class SubGroup:
         await self._successors.group.close()
 
     def _seat(self, process: Worker) -> Worker:
-        fresh = SubWorker(process, self._sub_pool)
-        self.workers[[worker.index for worker in self.workers].index(process.index)] = fresh
-        self._by_index[process.index] = fresh
-        return fresh
+        self.workers[process.index] = SubWorker(process, self._sub_pool)
+        return self.workers[process.index]
 
 
 @asynccontextmanager

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -269,18 +268,13 @@ class RayWorker:
         )
 
     async def _answer(self, method: str, ref: Any) -> Any:
-        answer, loop = self._calls.open(), asyncio.get_running_loop()
+        answer = self._calls.open()
 
-        def answered(result: "Future[Any]") -> None:
+        def answered(result: "asyncio.Future[Any]") -> None:
             error = result.exception()
             settle(answer, value=None if error else result.result(), error=error and self._translate(method, error))
 
-        def arrived(result: "Future[Any]") -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(answered, result)
-
-        # Called in a thread of Ray's. `as_future` would take the loop another turn for every answer.
-        ref.future().add_done_callback(arrived)
+        ref.as_future().add_done_callback(answered)
         return await answer
 
     def _translate(self, method: str, error: BaseException) -> BaseException:

@@ -58,10 +58,9 @@ class Host:
         try:
             limit_threads(self.threads)
             make = resolve(factory)
-            limited = limit_threads(self.threads)
+            limit_threads(self.threads)
             self._target = make(**arguments)
-            if not limited:
-                limit_threads(self.threads)
+            limit_threads(self.threads)
         except Exception as error:
             raise RemoteError.of(error) from None
 
@@ -104,14 +103,12 @@ class ProcessHost(Host):
         threading.Event().wait()
 
 
-def limit_threads(count: int) -> bool:
-    """Sets the number of torch's threads if torch has been imported, and returns whether it has been."""
+def limit_threads(count: int) -> None:
+    """Sets the number of torch's threads if torch has been imported."""
     # When torch is imported it takes its number of threads from `thread_environment`, but no more than the machine has
     # cores. This call is needed for more.
-    torch = sys.modules.get("torch")
-    if torch is not None:
+    if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)
-    return torch is not None
 
 
 def thread_environment(count: int) -> dict[str, str]:

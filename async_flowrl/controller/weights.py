@@ -6,6 +6,7 @@ It tells the ticket table the digest of every published version, and which worke
 import asyncio
 from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
@@ -234,16 +235,13 @@ class PublishedWeights:
                 sender_seconds=config.deadlines.publish,
                 max_members=config.checkpoint_engine.max_members,
             )
+        made = partial(Delivery, replace=self._give_up, on_ack=self._acknowledged)
         options = self.placement.delivery_options(POLICY)
-        self.delivery = Delivery(self.sender, replace=self._give_up, options=options, broadcast=broadcast)
+        self.delivery = made(self.sender, options=options, broadcast=broadcast)
         self._deliveries.append(self.delivery)
         if config.trainer.ema_decay is not None:
             self.ema = self.trained.average_sender(config, self._sent)
-            self._deliveries.append(
-                Delivery(self.ema, replace=self._give_up, options=self.placement.delivery_options(EMA))
-            )
-        for delivery in self._deliveries:
-            delivery.on_ack(self._acknowledged)
+            self._deliveries.append(made(self.ema, options=self.placement.delivery_options(EMA)))
         self._started.set()
 
     async def _admit(self, worker: Worker) -> None:

@@ -153,12 +153,7 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
     source = lora_file.read_for(config)
     excluded = re.compile(policy.lora_exclude or "")
     tensors = {n: t for n, t in source.tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}
-    load_tensors(transformer, tensors, where=f"lora.path {config.path}")
-
-
-def load_tensors(transformer: nn.Module, tensors: Mapping[str, Tensor], *, where: str) -> None:
-    """Copies tensors by layout name into the attached LoRA. Raises ValueError if names or shapes differ."""
-    parameters = lora_parameters(transformer)
+    where, parameters = f"lora.path {config.path}", lora_parameters(transformer)
     missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
     if missing or extra:
         first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this run does not adapt"

@@ -191,7 +191,7 @@ async def after_kill(transport: str) -> dict[str, Any]:
         pid = await victim.call("pid")
         for version in range(2):
             await made.publish(version)
-        made.delivery.on_ack(lambda name, ack: served.update({name: time.perf_counter()}))
+        made.delivery.on_ack = lambda name, ack: served.update({name: time.perf_counter()})
         await made.delivery.publish(2)
         os.kill(pid, signal.SIGKILL)
         killed = time.perf_counter()

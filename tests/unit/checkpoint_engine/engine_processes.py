@@ -175,7 +175,7 @@ class Rig:
             options=DeliveryOptions(retries=retries, deadline=deadline),
             broadcast=self.broadcast,
         )
-        self.delivery.on_ack(lambda name, ack: self.acks.append((name, ack.version)))
+        self.delivery.on_ack = lambda name, ack: self.acks.append((name, ack.version))
 
     async def replace(self, name: str, error: BaseException) -> None:
         self.replaced.append((name, type(error).__name__))
