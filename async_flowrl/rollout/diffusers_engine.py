@@ -107,7 +107,7 @@ class DiffusersEngine:
         count = len(requests[0].images)
         size = self.batch_size or count
         parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
-        by_ticket = list(zip(*[self._denoise(plans, part) for part in parts], strict=True))
+        by_ticket = list(zip(*[self.denoise(plans, part) for part in parts], strict=True))
         trajectories = [self._finish(plan, chunks) for plan, chunks in zip(plans, by_ticket, strict=True)]
         denoised = time.time()
         decoded = [self._decoded(chunks) for chunks in by_ticket]
@@ -155,7 +155,8 @@ class DiffusersEngine:
     def _uploaded(self, encoded: Conditioning) -> dict[str, Tensor]:
         return {name: upload(torch.from_numpy(value), self.device) for name, value in encoded.items()}
 
-    def _denoise(self, plans: Sequence[_Plan], images: range) -> list[_Chunk]:
+    def denoise(self, plans: Sequence[_Plan], images: range) -> list[_Chunk]:
+        """Returns the images of one chunk of every ticket, in one batch."""
         chunks = [self._begun(plan, images) for plan in plans]
         for step in range(plans[0].request.sampling.num_inference_steps):
             with self._meter.measure(_shapes(plans, len(images))):

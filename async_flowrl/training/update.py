@@ -287,7 +287,7 @@ class Update:
         with measured.span("optimizer"):
             self._sum.mean(inputs.parameters.gradients, plan.rows)
             before = self._sum.scratch()
-            step_metrics = self._step_from(before, rate, step)
+            step_metrics = self.step_from(before, rate, step)
         if self._region.measures:
             with self._inputs.turn(), measured.span("probe"):
                 step_metrics |= self._region.bound(before)
@@ -308,7 +308,7 @@ class Update:
             return total.exponent
         return None
 
-    def _step_from(self, before: Tensor, rate: float, step: int) -> dict[str, float]:
+    def step_from(self, before: Tensor, rate: float, step: int) -> dict[str, float]:
         """Takes one step of the optimizer and returns its metrics; copies the weights before it to `before`."""
         inputs = self._inputs
         norm = inputs.optimizer.gradient_norm()

@@ -109,15 +109,15 @@ def steps_recorded(first_group: int = 0) -> Iterator[Happened]:
     from async_flowrl.rollout.diffusers_engine import DiffusersEngine
     from async_flowrl.tickets.table import TRAIN
 
-    denoise, after_step, happened = DiffusersEngine._denoise, AfterStep.after_step, Happened()
+    denoise, after_step, happened = DiffusersEngine.denoise, AfterStep.after_step, Happened()
     happened.note("recorded", -1)
 
-    def denoising(engine: DiffusersEngine, plan: Any, images: Any) -> Any:
-        request = plan.request
+    def denoising(engine: DiffusersEngine, plans: Any, images: Any) -> Any:
+        request = plans[0].request
         if request.kind == TRAIN and request.group >= first_group:
             happened.note("generating", request.step)
             happened.wait_for("recorded", request.step - 1)
-        return denoise(engine, plan, images)
+        return denoise(engine, plans, images)
 
     async def recording(steps: AfterStep, ctx: Any, step: int, stats: dict[str, float]) -> None:
         try:
@@ -126,7 +126,7 @@ def steps_recorded(first_group: int = 0) -> Iterator[Happened]:
             happened.note("recorded", step)
 
     with (
-        mock.patch.object(DiffusersEngine, "_denoise", denoising),
+        mock.patch.object(DiffusersEngine, "denoise", denoising),
         mock.patch.object(AfterStep, "after_step", recording),
     ):
         yield happened

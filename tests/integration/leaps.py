@@ -42,7 +42,7 @@ def leaping_clock(*, generate: float = 0.0, update: float = 0.0) -> Iterator[Non
     def monotonic() -> float:
         return real_monotonic() + leapt
 
-    denoise, step_from = DiffusersEngine._denoise, Update._step_from
+    denoise, step_from = DiffusersEngine.denoise, Update.step_from
 
     def denoising(*call: Any) -> Any:
         result = denoise(*call)
@@ -55,8 +55,8 @@ def leaping_clock(*, generate: float = 0.0, update: float = 0.0) -> Iterator[Non
         return result
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(DiffusersEngine, "_denoise", denoising))
-        stack.enter_context(mock.patch.object(Update, "_step_from", stepping))
+        stack.enter_context(mock.patch.object(DiffusersEngine, "denoise", denoising))
+        stack.enter_context(mock.patch.object(Update, "step_from", stepping))
         stack.enter_context(mock.patch.object(time, "time", wall))
         stack.enter_context(mock.patch.object(forward_passes, "time", wall))
         stack.enter_context(mock.patch.object(time, "monotonic", monotonic))

@@ -138,4 +138,4 @@ def test_what_is_for_gpus_composes_and_would_run(block: Block, clone: Path, monk
         out = io.StringIO()
         with redirect_stdout(out):
             assert carry_out(command, ("dry_run=true",), monkeypatch) == exit_codes.OK, command.words
-        assert any(f"model {model} " in out.getvalue() for model in MODELS), out.getvalue()
+        assert any(f"{model} (" in out.getvalue() for model in MODELS), out.getvalue()
