@@ -49,7 +49,6 @@ def main() -> int:
 
 
 def program() -> NoReturn:
-    """Entry point of the console command."""
     run_program(main)
 
 

@@ -92,8 +92,6 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises ConfigError instead of printing its usage."""
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `async-flowrl train --help` shows how it is written")
 
@@ -145,7 +143,6 @@ def through_hydra(arguments: Sequence[str], options: argparse.Namespace, workers
 
 
 def worst(codes: Collection[int]) -> int:
-    """Returns the exit code of a sweep whose jobs ended with `codes`."""
     worst_first = (exit_codes.ERROR, exit_codes.CONFIG, exit_codes.HACKING, exit_codes.INCOMPLETE, exit_codes.OK)
     return next(code for code in worst_first if code in codes)
 

@@ -304,7 +304,6 @@ def explain(error: Exception) -> str:
 
 
 def _missing_term(text: str) -> str | None:
-    """Returns how to add a reward term that the configuration lacks; None for other errors."""
     match = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
     match = match or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
     if match is None:
@@ -314,7 +313,6 @@ def _missing_term(text: str) -> str | None:
 
 
 def _field(key: str) -> tuple[Any, bool]:
-    """Returns the type of a configuration key (or None), and whether it is in a dictionary that takes any key."""
     kind, free = cast("Any", Config), False
     for part in re.sub(r"\[\d+\]", "", key).split("."):
         if isinstance(kind, type) and is_dataclass(kind):
@@ -326,7 +324,6 @@ def _field(key: str) -> tuple[Any, bool]:
 
 
 def _expected(key: str) -> str | None:
-    """Returns the type of a configuration key in words; None if the schema does not define it."""
     kind, _ = _field(key)
     if isinstance(kind, type) and is_dataclass(kind):
         return f"a section with {', '.join(get_type_hints(kind))}"
@@ -423,7 +420,6 @@ def _command(hydra_record: Mapping[str, str], without: tuple[str, ...], more: tu
 
 
 def _own_folder(hydras: DictConfig) -> str | None:
-    """Returns the folder of --config-dir, which Hydra lists beside the package's folder; None without one."""
     sources = OmegaConf.select(hydras, "hydra.runtime.config_sources") or []
     folders = [str(source["path"]) for source in sources if source["schema"] == "file"]
     others = [folder for folder in folders if Path(folder) != config_dir()]

@@ -57,7 +57,6 @@ def check_options(
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's text, or its type if it has no text."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 

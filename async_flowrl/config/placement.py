@@ -21,7 +21,6 @@ class Placement(NamedTuple):
         return generation + update if self.together else max(generation, update)
 
     def devices(self, trainers: int, rollouts: int) -> int:
-        """Returns the number of devices of the trainer ranks and rollout workers."""
         return trainers if self.together else trainers + rollouts
 
 
@@ -30,7 +29,6 @@ ONE_POOL = Placement(together=True, pools=(SHARED,), note="; each of shared samp
 
 
 def placement_of(config: Config) -> Placement:
-    """Returns what follows from the configuration's `placement`."""
     return recorded_placement(config.placement)
 
 

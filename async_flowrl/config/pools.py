@@ -87,7 +87,6 @@ def has_own_pool(term: RewardTerm) -> bool:
 
 
 def is_reward_pool(pool: str) -> bool:
-    """Returns True if a pool of this name scores the images that are trained on."""
     return pool == REWARD or pool.startswith(f"{REWARD}/")
 
 
@@ -101,7 +100,6 @@ def workers_key(pool: str) -> str:
 
 
 def section_of(pool: str) -> str:
-    """Returns the configuration section with the pool's `gpus_per_worker` and `threads`."""
     prefix, _, term = pool.partition("/")
     return f"{SECTIONS[prefix]}.{term}" if term else pool
 

@@ -162,7 +162,6 @@ class RolloutConfig:
 
     @property
     def worker_bounds(self) -> tuple[int, int]:
-        """The smallest and the largest number of workers."""
         return (
             self.num_workers if self.min_workers is None else self.min_workers,
             self.num_workers if self.max_workers is None else self.max_workers,
@@ -464,17 +463,14 @@ class TrainerConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether each set of shard_size ranks holds the base once."""
         return self.shard == "hybrid"
 
     @property
     def in_one_replica(self) -> bool:
-        """Whether all ranks hold the base together."""
         return self.cpu_offload or self.shard == "full"
 
     @property
     def holds_all(self) -> bool:
-        """Whether each rank holds all of the base."""
         return self.shard == "none"
 
 
@@ -654,7 +650,6 @@ class RuntimeConfig:
 
     @property
     def in_threads(self) -> bool:
-        """Whether all workers are threads of this process."""
         return self.backend == "local"
 
     @property
@@ -664,7 +659,6 @@ class RuntimeConfig:
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether all workers are on this machine."""
         return self.in_threads or self.address is None
 
 

@@ -93,7 +93,6 @@ OVERLAP = {
 
 
 def run_of(config: Config) -> str:
-    """Describes the number of steps, the images per step, the mode, and the age of the images."""
     images = config.prompts_per_step * config.group_size
     age = f", images at most {config.max_staleness} version{'s' * (config.max_staleness > 1)} old"
     return (
@@ -112,7 +111,6 @@ def model_of(prepared: Prepared) -> str:
 
 
 def devices(prepared: Prepared) -> str:
-    """Describes the workers of every pool, and the GPUs or CPU threads that each has or asks the cluster for."""
     config = prepared.config
     clauses = [
         f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
@@ -133,7 +131,6 @@ def seat(gpus_per_worker: float, threads: int, gpus: float | None) -> str:
 
 
 def gpus(config: Config) -> float | None:
-    """Returns the number of GPUs that the run can have; None if only the cluster knows it."""
     if config.runtime.in_threads:
         return float(torch.cuda.device_count())
     if config.runtime.address is not None:
@@ -160,7 +157,6 @@ def training(prepared: Prepared) -> str:
 
 
 def evaluation(prepared: Prepared) -> str:
-    """Describes the evaluation prompts, and how many of them are training prompts too."""
     chosen, shared = prepared.requests.evaluation, prepared.requests.shared
     if prepared.data.evaluation is prepared.data.train:
         return f"{len(chosen)} of {prepared.data.chosen}"

@@ -104,7 +104,6 @@ FEATURES = {
 
 
 def missing(names: Sequence[str]) -> dict[str, str]:
-    """Returns feature → the software that it lacks on this machine; features that lack none are left out."""
     # The doctor calls it on every node. GPUs do not count, because the calling process may have been given none.
     return {name: lack for name in names if (lack := FEATURES[name].lack()) is not None}
 

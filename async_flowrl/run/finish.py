@@ -103,7 +103,6 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
 
 
 def prompts_of(prepared: Prepared) -> dict[str, Any]:
-    """Returns numbers of the training and evaluation prompts, and the digest of the training prompts."""
     train = prepared.data.train
     return {
         "train": len(train),
@@ -115,7 +114,6 @@ def prompts_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def forced(history: Sequence[Event]) -> list[str]:
-    """Returns a sentence for each difference that `resume=force` accepted in the whole run."""
     return [f"resume=force: {text}" for event in history if event["event"] == "inputs" for text in event["forced"]]
 
 
@@ -207,7 +205,6 @@ class Ending:
 
     @property
     def goes_on(self) -> str:
-        """Command that continues the run: the command line that started it, with `resume=auto`."""
         return resume_command(self.hydra_record) or "the same command with resume=auto"
 
 
@@ -233,7 +230,6 @@ def conclude(ending: Ending, summary: Mapping[str, Any]) -> int:
 
 
 def results(ending: Ending, summary: Mapping[str, Any]) -> None:
-    """Prints the results, the paths of the files, and the first warnings."""
     say, directory, tune = ending.say, ending.directory, ending.prepared.config.tune
     say_result(ending, summary)
     if share := mfu(summary):
@@ -259,7 +255,6 @@ def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:
 
 
 def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str:
-    """Returns the command to type next."""
     root = shlex.quote(shown(ending.directory.root))
     if early and ending.stop.code == exit_codes.HACKING:
         return (

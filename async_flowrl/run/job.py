@@ -200,7 +200,6 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
 
 
 def compared(prepared: Prepared, directory: RunDirectory, resume: Resume, info: Mapping[str, Any]) -> Resume:
-    """Compares a checkpoint with the base weights (`info`), this machine and the recorded evaluations."""
     resume = check_model(prepared.config, resume, info)
     warn_of_differences(prepared.config, resume, info["device"])
     return with_unevaluated(prepared.config, resume, EvaluationLog(directory.evaluations))
@@ -265,7 +264,6 @@ def first_cause(error: BaseException) -> str:
 
 
 def log_to(path: Path) -> None:
-    """Writes all log records to the file `path`, and warnings without a traceback to the terminal."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     console = logging.StreamHandler()

@@ -216,7 +216,6 @@ async def lay_out(
 
 
 async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:
-    """Returns pool → bytes of memory of its smallest device, for the pools that have devices."""
     # Rollout workers of vllm_omni are left out, because they start CUDA in processes of their own and plan their memory
     # themselves.
     gpus_of = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}

@@ -176,7 +176,6 @@ def version(package: str) -> str:
 
 
 def free_disk(folder: Path) -> dict[str, Any]:
-    """Returns free and total bytes of the file system of `folder` or its nearest parent, and whether it is writable."""
     while not folder.is_dir():
         folder = folder.parent
     usage = shutil.disk_usage(folder)

@@ -60,7 +60,6 @@ def outline(config: Config) -> list[PoolSpec]:
 
 
 def controller_placement(config: Config) -> SeparatePools:
-    """Returns the controller's view of trainer ranks and rollout workers."""
     return (SharedPool if config.placement == SHARED else SeparatePools)(config)
 
 
@@ -91,7 +90,6 @@ SUB_POOLS = (
 
 
 def separate_pools(config: Config) -> list[PoolSpec]:
-    """Returns the pools of trainer ranks and of rollout workers, each with its own processes."""
     vllm_omni = config.rollout.engine == "vllm_omni"
     return [
         PoolSpec(

@@ -154,7 +154,6 @@ def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[P
 
 
 def memory_finding(planned: Sequence[PoolProcesses], machines: Sequence[Machine]) -> Finding:
-    """Compares the planned host memory, in total and of the processes that share a node, with what is free."""
     needed, free = (
         sum(process.count * process.bytes for process in planned),
         sum(one.facts["memory"] for one in machines),

@@ -216,7 +216,6 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
 
 
 def with_limits(config: Config, prompts: int) -> Config:
-    """Returns the configuration with `total_steps` of at most `epochs` passes over `prompts` prompts."""
     if config.epochs is None:
         return config
     steps = steps_for(config.epochs, prompts, config.prompts_per_step)
