@@ -307,18 +307,11 @@ class PipelinePolicy(Policy):
         support it.
         """
         vae = self._whole("decode images").vae
-        for method in self.decoding_methods(type(vae), images=images, tiles=tiles):
-            getattr(vae, method)()
-
-    @classmethod
-    def decoding_methods(cls, vae: type, *, images: bool, tiles: bool) -> list[str]:
-        """Returns the methods of this class of VAEs that `decode_by_parts` calls; raises as it."""
-        methods = ["enable_slicing"] * images + ["enable_tiling"] * tiles
-        for method in methods:
-            if not hasattr(vae, method):
-                key = f"rollout.vae_{method.removeprefix('enable_')}"
-                raise ValueError(f"{key}=true: {cls.title}'s {vae.__name__} has no {method}")
-        return methods
+        for name, wanted in (("slicing", images), ("tiling", tiles)):
+            if wanted and not hasattr(vae, f"enable_{name}"):
+                raise ValueError(f"rollout.vae_{name}=true: {self.title}'s {type(vae).__name__} has no enable_{name}")
+            if wanted:
+                getattr(vae, f"enable_{name}")()
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         vae = pipeline.vae
@@ -344,3 +337,10 @@ class PipelinePolicy(Policy):
             cls.stock_guidance: sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
         }
+
+
+def as_pipeline(policy: Policy, setting: str) -> PipelinePolicy:
+    """Returns the policy if it is a PipelinePolicy, which `setting` needs; otherwise raises ValueError."""
+    if not isinstance(policy, PipelinePolicy):
+        raise ValueError(f"{setting} needs a model family built on PipelinePolicy, {policy.family} is not")
+    return policy

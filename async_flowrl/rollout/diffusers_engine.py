@@ -12,7 +12,7 @@ from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import as_pipeline
 from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts
@@ -22,6 +22,7 @@ from async_flowrl.transfers import download, upload
 from async_flowrl.types import TRAIN, ByteArray, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
 from checkpoint_engine import Activation
 
+SEVERAL = "rollout.tickets_per_batch above 1"  # What a policy must be a PipelinePolicy for.
 ADAPTER = LoraTuning(LoraConfig())  # Default of `tuning`: names and probes of a LoRA do not depend on its rank.
 
 
@@ -182,7 +183,7 @@ class DiffusersEngine:
         sigma = first.plan.levels[step].expand(len(first.latents))
         if len(chunks) == 1:
             return [self.policy.velocity(first.latents, sigma, first.plan.positive, first.plan.negative, sampling)]
-        velocities = check_shareable(self.policy).velocity_of(
+        velocities = as_pipeline(self.policy, SEVERAL).velocity_of(
             torch.cat([chunk.latents for chunk in chunks]),
             torch.cat([sigma] * len(chunks)),
             [chunk.plan.positive for chunk in chunks],
@@ -262,15 +263,6 @@ def _shapes(plans: Sequence[_Plan], images: int) -> Hashable:
         for plan in plans
     ]
     return plans[0].request.sampling, images, tuple(prompts)
-
-
-def check_shareable(policy: Policy) -> PipelinePolicy:
-    """Returns the policy if its network takes several prompts at once; otherwise raises ValueError."""
-    if not isinstance(policy, PipelinePolicy):
-        raise ValueError(
-            f"rollout.tickets_per_batch above 1 needs a model family built on PipelinePolicy, {policy.family} is not"
-        )
-    return policy
 
 
 def check_alike(requests: Sequence[RolloutRequest]) -> None:

@@ -9,16 +9,16 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import as_pipeline
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
-from async_flowrl.policies.stored import configuration
 from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine, check_shareable
+from async_flowrl.rollout.diffusers_engine import SEVERAL, DiffusersEngine
 from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
 from async_flowrl.types import EmbeddingKey
 
+PARTS_OF_IMAGES = "rollout.vae_slicing or vae_tiling"
 # `rollout.text_encoder` → `parts` of `load_policy`.
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
 
@@ -84,37 +84,26 @@ def load_engine(
         staying = list(tuning.parameters(policy.transformer).values())
         embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
     size = config.rollout.batch_size
-    if config.rollout.tickets_per_batch > 1:
-        check_shareable(policy)
+    check_policy(config, policy)
     made = DiffusersEngine(
         policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings
     )
     return made, digest
 
 
-def decode_by_parts(policy: Policy, config: Config, vae: type | None = None) -> None:
-    """Applies `rollout.vae_slicing` and `.vae_tiling`. Raises ValueError if the model (or the class `vae`) has none."""
+def decode_by_parts(policy: Policy, config: Config) -> None:
+    """Applies `rollout.vae_slicing` and `.vae_tiling`. Raises ValueError if the model has none."""
     images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
-    if not (images or tiles):
+    if images or tiles:
+        as_pipeline(policy, PARTS_OF_IMAGES).decode_by_parts(images=images, tiles=tiles)
+
+
+def check_policy(config: Config, policy: Policy) -> None:
+    """Raises ValueError for a family of your own with which `load_engine` cannot do what a setting asks for."""
+    rollout = config.rollout
+    if rollout.engine == "vllm_omni":
         return
-    if not isinstance(policy, PipelinePolicy):
-        raise ValueError(
-            f"rollout.vae_slicing and vae_tiling need a model family built on PipelinePolicy, {policy.family} is not"
-        )
-    if vae is not None:
-        policy.decoding_methods(vae, images=images, tiles=tiles)
-    else:
-        policy.decode_by_parts(images=images, tiles=tiles)
-
-
-def check_policy(config: Config, policy: Policy, model: ResolvedModel) -> None:
-    """Raises ValueError for what `load_engine` would refuse of the model; `policy` has only its structure loaded."""
-    if config.rollout.engine == "vllm_omni":
-        return
-    if config.rollout.vae_slicing or config.rollout.vae_tiling:
-        import diffusers
-
-        kind = configuration(model.path, "vae", model.revision).get("_class_name")
-        decode_by_parts(policy, config, getattr(diffusers, str(kind), None))
-    if config.rollout.tickets_per_batch > 1:
-        check_shareable(policy)
+    if rollout.vae_slicing or rollout.vae_tiling:
+        as_pipeline(policy, PARTS_OF_IMAGES)
+    if rollout.tickets_per_batch > 1:
+        as_pipeline(policy, SEVERAL)

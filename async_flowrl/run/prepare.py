@@ -184,9 +184,9 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     # Without `whole`, the network, which takes seconds to import, is only built if a setting names something in it;
     # else its guidance is checked, and its schedules are left to the workers.
     samplings = [sampling(config), evaluation_sampling(config), *filter(None, [baseline])]
-    family, rollout, backend = load_family(model.family), config.rollout, model.attention_backend
-    named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, rollout.vae_slicing)
-    whole |= any(named) or rollout.vae_tiling or config.runtime.in_threads or model.family not in FAMILIES
+    family, backend = load_family(model.family), model.attention_backend
+    named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend)
+    whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
     if isinstance(family, PipelineFamily) and not whole:
         longest = model.max_sequence_length
         bare = family.described(model.path, revision=model.revision, max_sequence_length=longest)
@@ -208,7 +208,7 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
         policy.check(how)
         for size in sizes_of(config, data.evaluation):
             policy.sigmas(how.num_inference_steps, size)
-    check_rollout(config, policy, model)
+    check_rollout(config, policy)
     tuning = tuning_of(config)
     tuning.check(policy)
     if config.in_shares:
