@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
@@ -115,11 +115,7 @@ def held_versions(files: Files) -> frozenset[tuple[str, int]]:
 
 def held_versions_of(path: Path) -> frozenset[tuple[str, int]]:
     """Returns streams and versions of the part HELD of the checkpoint in the folder `path`."""
-    file = path / f"{HELD}.safetensors"
-    if not file.exists():
-        return frozenset()
-    with safe_open(file, "pt") as stored:
-        return frozenset(_held_key(name) for name in stored.keys())  # noqa: SIM118
+    return held_versions({file.name: file.read_bytes() for file in path.glob(f"{HELD}.safetensors")})
 
 
 def _held_key(name: str) -> tuple[str, int]:
