@@ -153,37 +153,23 @@ def peak(phases: Iterable[Phase]) -> Phase:
 
 
 def describe(done: Rehearsal) -> str:
-    """Returns the text: tables of both kinds of process, what fits, the estimate, and its assumptions."""
-    config, rank, rollout, card, times = done.config, done.rank, done.rollout, done.card, done.estimate
-    lines = [
-        f"{config.model.path}: {rank.sizes.base_parameters / 1e9:.2f} B parameters, {config.trained_in_words}: "
-        f"{rank.sizes.adapter_parameters / 1e6:.1f} M, {rank.version_bytes / 1e6:.0f} MB per version",
-        "",
-        f"trainer rank ({rank.layout}), micro-batch of {rank.rows} rows, {rank.host_bytes / GIB:.1f} GiB pinned",
-        table(rank.phases, card),
-        "",
-        f"rollout worker, {rollout.rows} images at once, {rollout.run} of {rollout.passes} forward passes, batches of "
-        f"{rollout.tickets} tickets",
-        table(rollout.phases, card),
-        "",
-        *(
-            f"a {title} holds {phase.peak / GIB:.3g} GiB at most ({phase.name}), {phase.peak / card.memory:.0%} of "
-            f"{card.name}'s {card.memory / GIB:.1f} GiB, fragments and CUDA's own memory aside"
-            for title, phase in done.peaks().items()
-        ),
-        "",
-        f"estimated: a ticket of {config.images_per_ticket} images {times.ticket:.3g} s "
-        f"({times.ticket_flops / 1e12:.4g} TFLOP), a micro-batch {times.micro_batch:.3g} s, a delivery "
-        f"{times.delivery:.3g} s, its activation {times.activation:.3g} s",
-        f"estimated per training step: {times.generation:.4g} s of generation on {config.rollout.num_workers} rollout "
-        f"workers, {times.update:.4g} s of training on {config.trainer.num_workers} ranks ({rank.micro_batches} "
-        f"micro-batches, {rank.frozen_passes} passes without gradient, {times.update_sent / 1e9:.3g} GB sent per "
-        f"rank); at least {done.step:.4g} s together",
-        "",
-        f"Estimated for {card.name} by arithmetic; it takes for granted:",
-        *(f"- {sentence}" for sentence in card.assumptions),
+    """Returns the text: tables of both kinds of process, their peaks, the estimate, and its assumptions."""
+    config, card = done.config, done.card
+    lines = [f"{config.model.path}, {config.trained_in_words}; shapes only, nothing was computed", ""]
+    for title, side in (("trainer rank", done.rank), ("rollout worker", done.rollout)):
+        counts = {name: value for name, value in vars(side).items() if isinstance(value, int | str)}
+        facts = ", ".join(f"{name} {value}" for name, value in counts.items())
+        lines += [f"{title}: {facts}", table(side.phases, card), ""]
+    lines += [
+        f"a {title} holds {phase.peak / GIB:.3g} GiB at most ({phase.name}), {phase.peak / card.memory:.0%} of "
+        f"{card.name}'s {card.memory / GIB:.1f} GiB, fragments and CUDA's own memory aside"
+        for title, phase in done.peaks().items()
     ]
-    return "\n".join(lines) + "\n"
+    estimated = {**asdict(done.estimate), "step, at least": done.step}
+    rows = [(name.replace("_", " "), f"{value:.4g}") for name, value in estimated.items()]
+    lines += ["", format_table(("estimated", "seconds, FLOPs or bytes"), rows), ""]
+    lines += [f"Estimated for {card.name} by arithmetic; it takes for granted:"]
+    return "\n".join([*lines, *(f"- {sentence}" for sentence in card.assumptions)]) + "\n"
 
 
 def table(phases: Mapping[str, Phase], card: Card) -> str:

@@ -5,7 +5,7 @@ choice does not change a bit of the weights, except that of `shard` with tune=fu
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from async_flowrl.config.placement import placement_of
@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 # Values of `trainer.gradient_checkpointing`, from the one that needs most memory to the one that needs least.
 CHECKPOINTED = ("none", "every_4", "every_3", "every_2", "full")
-SHARD, CHECKPOINTING = "trainer.shard", "trainer.gradient_checkpointing"  # The settings that may be `auto`.
 
 
 @dataclass(frozen=True)
@@ -41,28 +40,30 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     least. If no layout fits, or the model cannot be planned, the one that needs least memory is chosen, with that
     reason.
     """
-    settings = _auto_settings(config)
-    if not settings:
-        return Chosen(Layout.named(config.trainer))
-    if "trainer" not in memory:
-        return _chosen(_filled(config, "none", "none"), settings, "the trainer has no GPU whose memory it could save")
+    layouts, named = candidates(config), Layout.named(config.trainer)
+    if layouts == [named]:
+        return Chosen(named)
     try:
-        layout, why = fitting(config, memory)
-        return _chosen(layout, settings, why)
+        layout, why = fitting(config, layouts, memory)
     except Exception as error:  # The run may start even if the planner cannot plan its model.
         logger.info("no plan of the trainer's layout", exc_info=True)
+        layout = layouts[-1]
         why = f"the model cannot be rehearsed ({type(error).__name__}: {error}), and this needs least memory"
-        return _chosen(_filled(config, _sharded_mode(config), "full"), settings, why)
+    auto = [key for key in ("shard", "gradient_checkpointing") if getattr(layout, key) != getattr(named, key)]
+    values = " and ".join(f"trainer.{key}=auto is {getattr(layout, key)}" for key in auto)
+    return Chosen(layout, f"{values}: {why}")
 
 
-def fitting(config: Config, memory: Mapping[str, int]) -> tuple[Layout, str]:
-    """Returns the first candidate that fits, else the one that needs least, and why. Raises the planner's errors.
+def fitting(config: Config, layouts: Sequence[Layout], memory: Mapping[str, int]) -> tuple[Layout, str]:
+    """Returns the first layout that fits, else the one that needs least, and why. Raises the planner's errors.
 
     `memory` is pool → bytes of its smallest device. A layout fits if its planned memory, activations included, is at
     most MEMORY_WARNING_SHARE of the device.
     """
+    if TRAINER not in memory:
+        return layouts[0], "the trainer has no GPU whose memory it could save"
     tried: list[tuple[Layout, int]] = []
-    for layout in candidates(config):
+    for layout in layouts:
         process = next(processes(Chosen(layout).applied(config), [TRAINER]))
         available = process.available(device_of(process, memory))
         tried.append((layout, process.footprint.total))
@@ -79,34 +80,14 @@ def on_devices(config: Config, device_bytes: int) -> dict[str, int]:
     return {pool: device_bytes for pool, gpus in gpus_of.items() if gpus > 0}
 
 
-def _auto_settings(config: Config) -> list[str]:
-    trainer = config.trainer
-    free = trainer.num_workers > 1 and not trainer.cpu_offload and len(placement_of(config).pools) > 1
-    settings = [SHARD] if trainer.shard == AUTO and free else []
-    return settings + ([CHECKPOINTING] if trainer.gradient_checkpointing == AUTO else [])
-
-
-def candidates(config: Config) -> Iterator[Layout]:
-    """Yields the layouts to try, the cheapest first."""
-    settings = _auto_settings(config)
-    for shard in ("none", _sharded_mode(config)) if SHARD in settings else ("",):
-        for how in CHECKPOINTED if CHECKPOINTING in settings else ("",):
-            yield _filled(config, shard, how)
-
-
-def _chosen(layout: Layout, settings: list[str], why: str) -> Chosen:
-    values = {SHARD: layout.shard, CHECKPOINTING: layout.gradient_checkpointing}
-    return Chosen(layout, f"{' and '.join(f'{key}=auto is {values[key]}' for key in settings)}: {why}")
-
-
-def _sharded_mode(config: Config) -> str:
-    per_node = config.trainer.workers_per_node if not tuning_of(config).whole else None
-    return "hybrid" if per_node is not None and 1 < per_node < config.trainer.num_workers else "full"
-
-
-def _filled(config: Config, shard: str, how: str) -> Layout:
-    layout, settings = Layout.named(config.trainer), _auto_settings(config)
-    if SHARD in settings:
-        size = config.trainer.workers_per_node if shard == "hybrid" else layout.shard_size
-        layout = replace(layout, shard=shard, shard_size=size)
-    return replace(layout, gradient_checkpointing=how) if CHECKPOINTING in settings else layout
+def candidates(config: Config) -> list[Layout]:
+    """Returns the layouts to try, the cheapest first; the configured one alone if no setting is `auto`."""
+    trainer, named = config.trainer, Layout.named(config.trainer)
+    shards: list[tuple[str, int | None]] = [(named.shard, named.shard_size)]
+    separate = len(placement_of(config).pools) > 1
+    if trainer.shard == AUTO and trainer.num_workers > 1 and not trainer.cpu_offload and separate:
+        per_node = trainer.workers_per_node if not tuning_of(config).whole else None
+        hybrid = per_node is not None and 1 < per_node < trainer.num_workers
+        shards = [("none", named.shard_size), ("hybrid", per_node) if hybrid else ("full", named.shard_size)]
+    checkpointed = CHECKPOINTED if named.gradient_checkpointing == AUTO else (named.gradient_checkpointing,)
+    return [Layout(shard, size, how) for shard, size in shards for how in checkpointed]

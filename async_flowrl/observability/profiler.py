@@ -37,20 +37,12 @@ class StepProfiler:
             return
         name = f"{self._worker}-step-{step:06d}{what}"
         if not ONE_PER_PROCESS.acquire(blocking=False):
-            logger.warning(
-                "no trace of %s: another trace runs in this process, and torch allows one; with placement=separate and "
-                "runtime.backend=ray each worker has a process of its own",
-                name,
-            )
+            logger.warning("no trace of %s: another trace runs in this process, and torch allows one", name)
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         tracer = profile(activities=activities)
-        try:
-            tracer.start()
-        except BaseException:
-            ONE_PER_PROCESS.release()
-            raise
         self._running = tracer, self._directory / f"{name}.json"
+        tracer.start()
 
     def stop(self, *, write: bool = True) -> None:
         """Ends a running trace and writes it, or discards it if `write` is False."""
