@@ -1,15 +1,14 @@
 """Files of `async-flowrl export`: the weights in the formats asked for, and the model card."""
 
 import argparse
-import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from safetensors.torch import save_file
 
 from async_flowrl.cli.export_source import PEFT, Source, family_of, read_source, write_lora
 from async_flowrl.cli.model_card import read_results, write_card
@@ -97,9 +96,6 @@ MERGED, TRANSFORMER = "merged", "transformer"  # Folder that is written, and the
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", ".git*")
 
-# Position of a tensor: a file, the offset of its first byte, and the tensor's shape.
-Place = tuple[Path, int, tuple[int, ...]]
-
 
 def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Path:
     """Writes the folder `out`/merged and returns it; after an error no part of it remains.
@@ -109,17 +105,14 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     """
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
     base = folder_of(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER)
-    places = _places(base)
     copied = base if what == "pipeline" else base / TRANSFORMER
     _check_room(target, copied.rglob("*"))
     shutil.rmtree(work, ignore_errors=True)
     try:
         destination = work if what == "pipeline" else work / TRANSFORMER
         shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
-        for module in modules_of(lora.tensors):
-            file, offset, _ = places[f"{module}.weight"]
-            a, b = (lora.tensors[f"{module}.lora_{side}.weight"].float() for side in "AB")
-            _add(work / TRANSFORMER / file.name, offset, f"{module}.weight", (b @ a) * (lora.alpha / lora.rank))
+        for file in set(StoredWeights(str(base), dtype=torch.float32).sources.values()):
+            _merge(file, work / TRANSFORMER / file.name, lora)
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -135,28 +128,19 @@ def _check_room(target: Path, copied: Iterable[Path]) -> None:
         raise ValueError(f"{target} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free there")
 
 
-def _places(base: Path) -> Mapping[str, Place]:
-    places: dict[str, Place] = {}
-    for file in sorted(set(StoredWeights(str(base), dtype=torch.float32).sources.values())):
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            places[name] = file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
-    return places
-
-
-def _add(file: Path, offset: int, name: str, update: Tensor) -> None:
-    # Adds `update` to one matrix in its file: summed in float32, then rounded once to the matrix's dtype.
+def _merge(file: Path, target: Path, lora: LoraFile) -> None:
+    # Each matrix is summed in float32, then rounded once to its own dtype.
     with safe_open(file, framework="pt") as opened:
-        weight: Tensor = opened.get_tensor(name)
-    if weight.dtype not in _DTYPES:
-        raise ValueError(f"--merged adds to float32, bfloat16 and float16 weights, {name} is {weight.dtype}")
-    merged = (weight.float() + update).to(weight.dtype).contiguous()
-    with file.open("r+b") as writable:
-        writable.seek(offset)
-        writable.write(merged.view(torch.uint8).numpy().tobytes())
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for module in modules_of(lora.tensors):
+        name = f"{module}.weight"
+        if name not in tensors:
+            continue
+        if tensors[name].dtype not in _DTYPES:
+            raise ValueError(f"--merged adds to float32, bfloat16 and float16 weights, {name} is {tensors[name].dtype}")
+        a, b = (lora.tensors[f"{module}.lora_{side}.weight"].float() for side in "AB")
+        tensors[name] = (tensors[name].float() + (b @ a) * (lora.alpha / lora.rank)).to(tensors[name].dtype)
+    save_file(tensors, target, metadata=metadata)
 
 
 def write_whole(source: Source, out: Path, what: str) -> Path:

@@ -198,7 +198,5 @@ def evaluation_line(version: int, metrics: Mapping[str, float]) -> str:
     """One line with the means of the reward and of the held-out terms of an evaluation, with their changes."""
     title = "the baseline" if any(name.startswith("baseline/") for name in metrics) else f"version {version}"
     metrics = {name.removeprefix("baseline/"): value for name, value in metrics.items()}
-    parts = [f"evaluation of {title}: reward {with_change(metrics, 'reward')}"]
-    held_out = [name.removesuffix("/mean") for name in metrics if re.fullmatch("held_out/[^/]+/mean", name)]
-    parts += [f"{name.replace('held_out/', 'held-out ')} {with_change(metrics, name)}" for name in held_out]
-    return ", ".join(parts)
+    names = [name.removesuffix("/mean") for name in metrics if re.fullmatch("(reward|held_out/[^/]+)/mean", name)]
+    return f"evaluation of {title}: " + ", ".join(f"{name} {with_change(metrics, name)}" for name in names)

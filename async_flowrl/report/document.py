@@ -25,6 +25,7 @@ equally many consecutive steps, with their range. A timeline has exact bars for 
 for the whole run (schedule.py). Pictures are named for at most pictures.MAX_EVALUATIONS evaluations.
 """
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,13 +88,10 @@ def run_document(run: Records, name: str) -> Document:
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
-    """Names of the runs: the last parts of their paths, as many as are needed to make all names different."""
-    parts = [root.resolve().parts for root in roots]
-    for depth in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(path[-depth:]) for path in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
-    return [str(root) for root in roots]
+    """Names of the runs: their paths below the folder that holds all of them."""
+    paths = [root.resolve() for root in roots]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
 
 
 def compared(runs: Sequence[Document]) -> str:
