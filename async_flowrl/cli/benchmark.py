@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from async_flowrl.cli.options import count, pair
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.messages import unknown_name
 from async_flowrl.observability.terminal import refuse, say
@@ -77,11 +78,11 @@ def variants(devices: int, rollout: int) -> list[Variant]:
 
 def chosen(options: argparse.Namespace) -> list[Variant]:
     """Returns the variants that the arguments ask for. Raises ValueError for too few devices or an unknown name."""
-    split = [int(number) for number in options.split.split(":")] if options.split else []
-    devices = sum(split) or options.devices or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
-    if devices < 2 or len(split) not in (0, 2) or 0 in split:
-        raise ValueError(f"separate pools need two devices or more, got --devices {devices} --split {options.split}")
-    every = variants(devices, split[0] if split else devices // 2)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    devices = sum(options.split) if options.split else options.devices or found
+    if devices < 2:
+        raise ValueError(f"separate pools need two devices or more, got --devices {devices}")
+    every = variants(devices, options.split[0] if options.split else devices // 2)
     names = [variant.name for variant in every]
     if unknown := [name for name in options.only if name not in names]:
         raise ValueError(unknown_name("--only", unknown[0], names))
@@ -183,10 +184,10 @@ def parser() -> argparse.ArgumentParser:
     option = command_line.add_argument
     option("overrides", nargs="*", metavar="key=value", help="configuration of all variants")
     option("--out", type=Path, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
-    option("--steps", type=int, default=9, help="training steps per run; the first two are warm-up")
-    option("--repeats", type=int, default=2)
-    option("--devices", type=int, help="default: all GPUs, or two CPU cores")
-    option("--split", metavar="R:T", help="rollout and trainer devices of the separate pools")
+    option("--steps", type=count, default=9, help="training steps per run; the first two are warm-up")
+    option("--repeats", type=count, default=2)
+    option("--devices", type=count, help="default: all GPUs, or two CPU cores")
+    option("--split", type=pair, metavar="R:T", help="rollout and trainer devices of the separate pools")
     option("--only", action="append", default=[], metavar="NAME", help="only this variant (and others given so)")
     return command_line
 

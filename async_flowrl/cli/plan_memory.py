@@ -24,10 +24,12 @@ from separation.text_table import format_table
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     """Returns the plan as text: a table per kind of process, and whether each fits (GiB: 2**30 bytes; GB: 10**9)."""
     model = plan.model
-    whole = f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks"
-    what = "full weights: {} M trained" if model.full else "LoRA of {} M parameters"
-    trained = f"{what.format(f'{model.adapter_parameters / 1e6:.1f}')}, {model.version_bytes / 1e6:.0f} MB per version"
-    sections = [f"{whole}, {trained}", f"images of {in_pixels(parse_resolution(config.rollout.resolution))}", ""]
+    sections = [
+        f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks, "
+        f"{model.adapter_parameters / 1e6:.1f} M trained, {model.version_bytes / 1e6:.0f} MB per version, images of "
+        f"{in_pixels(parse_resolution(config.rollout.resolution))}",
+        "",
+    ]
     for process in processes(config):
         title, footprint = process.title, process.footprint
         rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]

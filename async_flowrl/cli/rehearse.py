@@ -10,7 +10,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +33,6 @@ from separation.text_table import format_table
 BOTH = "process that samples and trains"
 TRAINING, SAMPLING = "update", "sample"  # The phases of either side at whose entry everything is there that lasts.
 OF_PHASES = ("phase", "resident GiB", "peak GiB", "times", "kernels", "TFLOP", "estimated s", "collectives")
-OF_CARDS = ("card", "fits", "ticket s", "micro-batch s", "generation s/step", "training s/step", "images/s")
 
 
 @dataclass(frozen=True)
@@ -220,18 +219,12 @@ def _phases(phases: Mapping[str, Phase], card: Card) -> dict[str, Any]:
 
 def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
     """Returns a table with a row per card; the processes, which hold the base as on the first one, stay the same."""
-    rows = [_row(replace(done, card=card)) for card in cards]
-    return f"By card, estimated by arithmetic ({done.rank.layout}):\n{format_table(OF_CARDS, rows)}\n"
-
-
-def _row(done: Rehearsal) -> tuple[str, ...]:
-    times, config = done.estimate, done.config
-    return (
-        done.card.name,
-        f"no, {done.lacking / GIB:.1f} GiB are missing" if done.lacking else "yes",
-        *(f"{value:.3g}" for value in (times.ticket, times.micro_batch, times.generation, times.update)),
-        f"{config.prompts_per_step * config.group_size / done.step:.3g}",
-    )
+    head = ("card", "GiB missing", *(field.name.replace("_", " ") for field in fields(Estimate)), "step, at least")
+    rows = []
+    for on_card in (replace(done, card=card) for card in cards):
+        seconds_and_more = (*astuple(on_card.estimate), on_card.step)
+        rows.append((on_card.card.name, f"{on_card.lacking / GIB:.1f}", *(f"{one:.3g}" for one in seconds_and_more)))
+    return f"By card, estimated by arithmetic:\n{format_table(head, rows)}\n"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -141,7 +141,7 @@ def steady_state(
         return {"overlap": overlap, "bound": bound, "efficiency": None, "flops_per_s": {}, "mfu": {}}
     window, count = steady
     generation = intersect(rollout, [window])
-    update = intersect(_pool(workers, "trainer", first_only=True), [window])
+    update = intersect(trainer, [window])
     if (least := min(length(generation), length(update))) > 0:
         overlap["share"] = length(intersect(generation, update)) / least
     g, t = (_worked(workers, pool, window) / count for pool in ("rollout", "trainer"))
@@ -214,9 +214,8 @@ def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
     ]
 
 
-def _pool(workers: Sequence[Track], pool: str, *, first_only: bool = False) -> list[Interval]:
-    members = by_pool(workers).get(pool, [])
-    return union(interval for track in (members[:1] if first_only else members) for interval in track.busy)
+def _pool(workers: Sequence[Track], pool: str) -> list[Interval]:
+    return union(interval for track in by_pool(workers).get(pool, []) for interval in track.busy)
 
 
 def _worked(workers: Sequence[Track], pool: str, window: Interval) -> float:
