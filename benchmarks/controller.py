@@ -88,9 +88,11 @@ class AnsweringRollout:
     def prove(self, version: int) -> dict[str, torch.Tensor]:
         return canary_proof(self.header.layout)
 
-    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> tuple[list[RolloutReport], Any, Trajectory]:
+        (request,) = requests
         count, digest = len(request.images), self.digests[request.version, RING]
-        return RolloutReport(request.ordinal, request.version, digest, count, ()), blank_images(count), self.trajectory
+        report = RolloutReport(request.ordinal, request.version, digest, count, ())
+        return [report], blank_images(count), self.trajectory
 
 
 @lru_cache

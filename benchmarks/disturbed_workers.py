@@ -76,13 +76,8 @@ class LateTrainer(_Late, TrainerWorker):
 
 
 class LateRollout(_Late, RolloutWorker):
-    def generate(self, request: Any) -> Any:
-        made = super().generate(request)
-        self.disturbance.wait("generate", self.name, request.ordinal)
-        return made
-
-    def generate_together(self, requests: Any) -> Any:
-        made = super().generate_together(requests)
+    def generate(self, requests: Any) -> Any:
+        made = super().generate(requests)
         self.disturbance.wait("generate", self.name, requests[0].ordinal)
         return made
 

@@ -195,10 +195,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
 
 
 async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], list[Payload]]:
-    if len(requests) == 1:
-        report, refs = await worker.call_split("generate", requests[0], returns=3)
-        return [report], [Payload(*refs)]
-    reports, refs = await worker.call_split("generate_together", requests, returns=1 + 2 * len(requests))
+    reports, refs = await worker.call_split("generate", requests, returns=1 + 2 * len(requests))
     return reports, list(starmap(Payload, zip(refs[::2], refs[1::2], strict=True)))
 
 

@@ -21,7 +21,7 @@ from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
-from async_flowrl.rollout.base import Rollout, RolloutEngine
+from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.transfers import ONE_AT_A_TIME
@@ -30,12 +30,10 @@ from async_flowrl.types import (
     EMA,
     EVALUATION,
     POLICY,
-    ByteArray,
     EmbeddingKey,
     RolloutReport,
     RolloutRequest,
     Span,
-    Trajectory,
 )
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
@@ -105,34 +103,24 @@ class RolloutWorker:
         self._adopt(POLICY, version)
         return dict(self.engine.probe())
 
-    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
-        """Makes one ticket; returns report, images, and for training the trajectory. Raises if it lacks the version."""
-        (report,), (rollout,) = self._made([request])
-        return report, rollout.images, rollout.trajectory
+    def generate(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
+        """Makes tickets of one version in one batch; returns (reports, images, trajectory, images, ...).
 
-    def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
-        """Makes several tickets of one version; returns (reports, images, trajectory, images, ...). Raises as
-        `generate`.
-
-        The first report has the spans of all tickets.
+        For training the trajectories are not None. The first report has the spans of all tickets. Raises if the worker
+        lacks the version.
         """
-        reports, rollouts = self._made(requests)
-        payloads = [part for rollout in rollouts for part in (rollout.images, rollout.trajectory)]
-        return reports, *payloads
-
-    def _made(self, requests: Sequence[RolloutRequest]) -> tuple[list[RolloutReport], list[Rollout]]:
-        """Activates the version of the requests and makes them; returns their reports and what was made."""
         began = time.time()
-        first, (digest, swaps) = requests[0], self._activate(requests[0])
+        digest, swaps = self._activate(requests[0])
         activated = time.time()
-        with self._profiled(first):
+        with self._profiled(requests[0]):
             rollouts = self.engine.generate(requests)
         reports = [
             RolloutReport(request.ordinal, request.version, digest, len(request.images), rollout.spans)
             for request, rollout in zip(requests, rollouts, strict=True)
         ]
         spans = (Span(ACTIVATE, began, activated), *reports[0].spans)
-        return [replace(reports[0], spans=spans, swaps=swaps), *reports[1:]], rollouts
+        reports[0] = replace(reports[0], spans=spans, swaps=swaps)
+        return reports, *(part for rollout in rollouts for part in (rollout.images, rollout.trajectory))
 
     def _activate(self, request: RolloutRequest) -> tuple[str, int]:
         """Activates the request's version, for evaluations the EMA if there is one; returns digest and swaps."""

@@ -25,7 +25,7 @@ from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
 from async_flowrl.training.versions import PublishedStreams, Versions
 from async_flowrl.training.worker import TrainerWorker
-from async_flowrl.types import ByteArray, EmbeddingKey, RolloutReport, RolloutRequest, Trajectory
+from async_flowrl.types import EmbeddingKey, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch
 from checkpoint_engine.side_stream import SideStream, on, recorded
@@ -175,13 +175,9 @@ class SharedRollout(RolloutWorker):
         with self.turns.sampling():
             super()._encode_ahead(embeddings)
 
-    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, ByteArray, Trajectory | None]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
         with self.turns.sampling():
-            return super().generate(request)
-
-    def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
-        with self.turns.sampling():
-            return super().generate_together(requests)
+            return super().generate(requests)
 
     def seconds_at_work(self) -> float:
         """Returns the seconds for which the present ticket has computed, without waits; from any lane."""

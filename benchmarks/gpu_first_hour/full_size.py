@@ -108,7 +108,7 @@ def rolled_out(prepared: Prepared, rounds: int) -> tuple[Figures, list[Trajector
         spans.clear()
         trajectories.clear()
         for request in requests:
-            answer, _, trajectory = worker.generate(request)
+            (answer,), _, trajectory = worker.generate([request])
             spans.extend(answer.spans)
             trajectories.extend([trajectory] if trajectory is not None else [])
 

@@ -83,7 +83,7 @@ def test_a_rollout_worker_takes_what_is_planned_and_rehearsed(config: Config) ->
         policy = worker.engine.policy  # type: ignore[attr-defined]
         policy.encode = lambda texts, system=None, negative=False: [conditioning(policy) for _ in texts]
         newest, arriving = deliver(worker, config)
-        worker.generate(ticket_request(config, newest))
+        worker.generate([ticket_request(config, newest)])
         del arriving
 
     taken = peak_of(work)

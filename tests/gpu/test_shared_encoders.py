@@ -48,7 +48,7 @@ def images_of(worker: SharedWorker) -> list[Any]:
     """Images of one prompt and of another that is new in mid-run."""
     asked = replace(request(3), version=0)
     new = replace(asked, prompt=replace(asked.prompt, text="blue"))
-    return [worker.rollout.generate(each)[1] for each in (asked, new)]
+    return [worker.rollout.generate([each])[1] for each in (asked, new)]
 
 
 def trained(worker: SharedWorker) -> str:

@@ -71,12 +71,13 @@ def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
             changed.notify_all()
         return tickets
 
-    def waiting(worker: RolloutWorker, request: Any) -> Any:
+    def waiting(worker: RolloutWorker, requests: Any) -> Any:
+        (request,) = requests
         others = {(request.step, group) for group in range(groups - 1)}
         if request.kind == TRAIN and request.group == groups - 1:
             with changed:
                 assert changed.wait_for(lambda: others <= handed, LIMIT), f"not handed over: {sorted(others - handed)}"
-        return generate(worker, request)
+        return generate(worker, requests)
 
     with mock.patch.object(TicketTable, "hand_over", noted), mock.patch.object(RolloutWorker, "generate", waiting):
         yield

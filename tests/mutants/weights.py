@@ -39,9 +39,9 @@ def newest_activated(activate: Any) -> Any:
 
 
 def labelled_at_the_end(generate: Any) -> Any:
-    def fault(worker: Any, request: Any) -> Any:
-        report, *images = generate(worker, request)
-        return replace(report, version=worker.receiver.held()[-1][1]), *images
+    def fault(worker: Any, requests: Any) -> Any:
+        (report,), *images = generate(worker, requests)
+        return [replace(report, version=worker.receiver.held()[-1][1])], *images
 
     return fault
 

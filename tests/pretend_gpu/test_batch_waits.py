@@ -34,9 +34,9 @@ def asked(family: str, count: int, steps: int, scale: float) -> list[RolloutRequ
 
 def waits(worker: RolloutWorker, requests: list[RolloutRequest]) -> Counter[Seen]:
     """Of a batch whose prompts have been encoded, the activation included."""
-    worker.generate_together(requests)
+    worker.generate(requests)
     with watched(SYNC) as found:
-        worker.generate_together(requests)
+        worker.generate(requests)
     return found
 
 

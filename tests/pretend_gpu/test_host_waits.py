@@ -40,9 +40,9 @@ def with_weights(config: Config) -> RolloutWorker:
 def waits_of_a_ticket(worker: RolloutWorker, family: str, steps: int) -> Counter[Seen]:
     """Of the second ticket with the same prompt, its activation included."""
     asked = request(2, how=how(family, steps=steps), noise_steps=tuple(range(steps - 1)))
-    worker.generate(replace(asked, version=0))
+    worker.generate([replace(asked, version=0)])
     with watched(SYNC) as waits:
-        worker.generate(replace(asked, version=0))
+        worker.generate([replace(asked, version=0)])
     return waits
 
 

@@ -105,7 +105,7 @@ def steps(worker: SharedWorker) -> list[str]:
         header = worker.trainer.sender.policy.seal(step + 1)
         in_a_thread(lambda header=header: worker.rollout.keep_local(header))  # type: ignore[misc]
         asked = replace(request(2), version=step + 1)
-        in_a_thread(lambda asked=asked: worker.rollout.generate(asked))  # type: ignore[misc]
+        in_a_thread(lambda asked=asked: worker.rollout.generate([asked]))  # type: ignore[misc]
         digests.append(worker.trainer.parameters.fingerprint())
     return digests
 

@@ -80,7 +80,7 @@ def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bo
 
         def keep_and_sample(header: Any = header, version: int = step + 1) -> None:
             assert worker.rollout.keep_local(header) is not None
-            worker.rollout.generate(replace(request(2), version=version))
+            worker.rollout.generate([replace(request(2), version=version)])
 
         in_a_thread(keep_and_sample)
     ours.send(dict(seen(RACE)))

@@ -46,7 +46,6 @@ class Timing:
     def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
         known = {
             "generate": self.generate,
-            "generate_together": self.generate,
             "score": self.score,
             "train": self.update * len(args[0].metas) if method == "train" else 0.0,
             "receive": self.transfer,
@@ -54,7 +53,7 @@ class Timing:
             "write": self.save,
         }
         draw = random.Random(f"{self.seed}/{worker}/{method}/{call}").uniform(1 - self.spread, 1 + self.spread)
-        prompt = self.slow_prompts.get(args[0].prompt.text, 1.0) if method == "generate" else 1.0
+        prompt = self.slow_prompts.get(args[0][0].prompt.text, 1.0) if method == "generate" else 1.0
         return known.get(method, 0.0) * draw * self.slow.get(worker, 1.0) * prompt
 
 
@@ -70,7 +69,7 @@ lose-trajectory; for `score` nan and count; for `save` torn (death while writing
 def name_of(method: str, args: tuple[Any, ...]) -> str:
     """Returns the name of the call's method as a Fault gets it."""
     name = method.rpartition(".")[2].removesuffix("_terms")
-    if name == "generate" and args[0].kind == EVALUATION:
+    if name == "generate" and args[0][0].kind == EVALUATION:
         return "generate/evaluation"
     return "train_last" if name == "train" and args[0].finishes else name
 

@@ -40,7 +40,7 @@ class ToyRollout:
         self.receiver.activate("policy", version)
         return binding_probe(toy_lora(self.tensors))
 
-    def generate(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory | None]:
+    def _made(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory | None]:
         averaged = request.kind == EVALUATION and self.config.trainer.ema_decay is not None
         slot = EVALUATION_SLOT if request.kind == EVALUATION and not averaged else RING
         digest = self.receiver.activate(EMA if averaged else POLICY, request.version, slot=slot)
@@ -53,11 +53,14 @@ class ToyRollout:
         report = RolloutReport(request.ordinal, request.version, digest, len(images), ())
         return report, images, None if request.kind == EVALUATION else trajectory
 
-    def generate_together(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
+    def generate(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
         """Makes a batch in which each ticket's latents depend on the other tickets, much more than in a real batch."""
+        if len(requests) == 1:
+            report, *payload = self._made(requests[0])
+            return [report], *payload
         self.batches.append(tuple(request.ordinal for request in requests))
         company = np.float32(sum((place + 1) * request.ordinal for place, request in enumerate(requests)) % 97)
-        made = [self.generate(request) for request in requests]
+        made = [self._made(request) for request in requests]
         payloads = [
             part
             for _, images, trajectory in made

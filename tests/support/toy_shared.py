@@ -26,7 +26,7 @@ from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
 from tests.support.virtual import run_virtual
 
-SAMPLING = ("generate", "generate/evaluation", "generate_together")
+SAMPLING = ("generate", "generate/evaluation")
 TRAINING = ("train", "train_last", "proximal")
 ENDING = ("add_up", "take_step")
 """The phases of the end of an optimizer step over several processes."""

@@ -50,7 +50,7 @@ def test_batches_are_of_prompts_of_about_one_length(size: int) -> None:
 def test_batches_by_length_are_made_again_in_the_same_company(what: str) -> None:
     digest = uneven(3, workers=1).digest
     assert digest == uneven(3, workers=3, timing=Timing(seed=1, spread=0.9, slow={"rollout-1": 3.0})).digest
-    found = uneven(3, lambda *call: what if call == ("rollout-0", "generate_together", 2) else None)
+    found = uneven(3, lambda *call: what if call == ("rollout-0", "generate", 2) else None)
     assert found.table.retried > 0 and found.digest == digest
 
 
@@ -65,7 +65,7 @@ def test_the_weights_depend_on_the_batches_and_not_on_who_makes_them_when(size: 
 @pytest.mark.parametrize("number", [1, 4])
 def test_what_is_lost_is_made_again_in_the_same_company(what: str, number: int) -> None:
     """A group of two tickets is in two batches of three, or beside half a group: the others are computed, too."""
-    found = shared(3, lambda *call: what if call == ("rollout-0", "generate_together", number) else None)
+    found = shared(3, lambda *call: what if call == ("rollout-0", "generate", number) else None)
     assert found.observer.of("injected") and found.table.retried > 0
     assert found.digest == shared(3).digest
 

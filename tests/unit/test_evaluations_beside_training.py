@@ -26,7 +26,7 @@ class SlowEvaluation(Timing):
 
     def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
         if method == "generate":
-            return 12.0 if args[0].kind == EVALUATION else 0.5
+            return 12.0 if args[0][0].kind == EVALUATION else 0.5
         return super().duration(worker, method, call, args)
 
 

@@ -86,7 +86,7 @@ def test_a_ticket_that_kills_every_worker_ends_the_run_by_name(attempts: int) ->
 
     class Poison(Timing):
         def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-            poisoned = method == "generate" and args[0].ordinal == 6
+            poisoned = method == "generate" and args[0][0].ordinal == 6
             return 1e3 if poisoned else super().duration(worker, method, call, args)
 
     changes = {} if attempts == 6 else {"limits__ticket_attempts": attempts}

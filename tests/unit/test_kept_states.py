@@ -26,7 +26,7 @@ class SlowEvaluation(Timing):
     """The evaluation of version 2 takes many steps."""
 
     def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-        slow = method == "generate" and args[0].kind == EVALUATION and args[0].version == 2
+        slow = method == "generate" and args[0][0].kind == EVALUATION and args[0][0].version == 2
         return 28.0 if slow else super().duration(worker, method, call, args)
 
 

@@ -38,7 +38,7 @@ def plain_loop(config: Config) -> str:
         trainer.begin(step, StepPlan(rows=rows))
         for group in range(config.prompts_per_step):
             request = recipe.request(Ticket(TRAIN, step * config.prompts_per_step + group, step, group, 0, version))
-            _, images, trajectory = rollout.generate(request)
+            _, images, trajectory = rollout.generate([request])
             scores = reward.score(["color"], request.prompt, images)
             (found,) = algorithm.advantages({"color": [np.asarray(scores.total)]}, weights={"color": 1.0}, seeds=[0])
             advantages = tuple(float(x) for x in found)

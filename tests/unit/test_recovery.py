@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,9 @@ def test_weights_of_an_earlier_attempt_are_refused(door: str, tmp_path: Path, mo
         ack = receive(self, header, buffer, slot)
         return replace(ack, digest=known.setdefault(ack.version, ack.digest))
 
-    def generates(self: ToyRollout, request: RolloutRequest) -> Any:
-        report, *payload = generate(self, request)
-        return replace(report, digest=known.setdefault(report.version, report.digest)), *payload
+    def generates(self: ToyRollout, requests: Sequence[RolloutRequest]) -> Any:
+        (report,), *payload = generate(self, requests)
+        return [replace(report, digest=known.setdefault(report.version, report.digest))], *payload
 
     monkeypatch.setattr(ToyTrainer, "take_over", elsewhere)
     if door == "acknowledges":

@@ -43,7 +43,7 @@ def test_a_slow_evaluation_is_made_by_the_next_controller_if_its_weights_are_hel
 
     class SlowEvaluation(Timing):
         def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-            slow = method == "generate" and args[0].kind == EVALUATION and args[0].version == 2
+            slow = method == "generate" and args[0][0].kind == EVALUATION and args[0][0].version == 2
             return 15.0 if slow else super().duration(worker, method, call, args)
 
     settings = config(0, evaluate__every=2, save__every=1, tune=tune)

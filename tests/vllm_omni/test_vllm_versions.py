@@ -92,7 +92,7 @@ def test_an_update_in_the_middle_of_a_ticket_stays_out_of_it(rig: Rig, monkeypat
     """Version 1 reaches the worker, and even the engine, while a ticket of version 0 is denoised."""
     for version in (0, 1):
         rig.deliver(version)
-    undisturbed = rig.worker.generate(replace(request(4), version=0))
+    undisturbed = rig.worker.generate([replace(request(4), version=0)])
     inside, delivered = threading.Event(), threading.Event()
     forward = QwenImageTransformer2DModel.forward
 
@@ -103,7 +103,7 @@ def test_an_update_in_the_middle_of_a_ticket_stays_out_of_it(rig: Rig, monkeypat
 
     monkeypatch.setattr(QwenImageTransformer2DModel, "forward", slow)
     results: list[Any] = []
-    ticket = threading.Thread(target=lambda: results.append(rig.worker.generate(replace(request(4), version=0))))
+    ticket = threading.Thread(target=lambda: results.append(rig.worker.generate([replace(request(4), version=0)])))
     ticket.start()
     assert inside.wait(60)
     newest = rig.deliver(2)
@@ -113,8 +113,8 @@ def test_an_update_in_the_middle_of_a_ticket_stays_out_of_it(rig: Rig, monkeypat
     ticket.join(60)
     late.join(60)
     monkeypatch.undo()
-    ((report, images, trajectory),) = results
-    assert (report.version, report.digest) == (0, undisturbed[0].digest) and report.digest != newest.digest
+    (((report,), images, trajectory),) = results
+    assert (report.version, report.digest) == (0, undisturbed[0][0].digest) and report.digest != newest.digest
     assert np.array_equal(images, undisturbed[1]) and np.array_equal(trajectory.latents, undisturbed[2].latents)
-    after = rig.worker.generate(replace(request(4), version=2))
-    assert after[0].digest == newest.digest and not np.array_equal(after[1], images)
+    after = rig.worker.generate([replace(request(4), version=2)])
+    assert after[0][0].digest == newest.digest and not np.array_equal(after[1], images)

@@ -56,7 +56,7 @@ def rehearse_rollout(config: Config, model: FakeModel) -> RolloutRehearsal:
         request = ticket_request(config, newest)
         _make_phases(ledger, worker, config, model, chunk)
         with ledger.phase("sample"):
-            worker.generate(request)
+            worker.generate([request])
         del arriving
         rows = config.rollout.batch_size or config.images_per_ticket
         chunks = -(-config.images_per_ticket // rows)

@@ -24,7 +24,7 @@ def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
         trainer.sender.stage(step)
         trainer.sender.policy.seal(step)
         rollout.receiver.receive(*trainer.sender.policy.payload(step))
-        _, _, trajectory = rollout.generate(prepared.requests.request(Ticket(TRAIN, step, step, 0, 0, step)))
+        _, _, trajectory = rollout.generate([prepared.requests.request(Ticket(TRAIN, step, step, 0, 0, step))])
         assert trajectory is not None
         meta = GroupMeta(0, 1, step, 0, (1.0, -1.0), ((0, 1),), (0, 1), " ", sampling(config))
         plan = StepPlan(rows=2 * len(trajectory.train_steps))

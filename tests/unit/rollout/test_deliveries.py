@@ -66,7 +66,8 @@ class Counted:
         """One ticket; version + 1 arrives in this denoising step of it."""
         self.arrives = None if arrives_in is None else (arrives_in, version + 1)
         asked = request(IMAGES).__dict__ | {"version": version, "ordinal": version}
-        return self.worker.generate(RolloutRequest(**asked))
+        (report,), images, trajectory = self.worker.generate([RolloutRequest(**asked)])
+        return report, images, trajectory
 
 
 def test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none(monkeypatch: pytest.MonkeyPatch) -> None:

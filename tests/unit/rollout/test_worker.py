@@ -60,7 +60,7 @@ def worker_with(k: int) -> tuple[RolloutWorker, Engine, dict[int, str]]:
 
 def made(worker: RolloutWorker, version: int, kind: str = TRAIN) -> Any:
     fields = request(2, kind=kind).__dict__ | {"version": version}
-    return worker.generate(RolloutRequest(**fields))[0]
+    return worker.generate([RolloutRequest(**fields)])[0][0]
 
 
 def test_a_ticket_is_made_with_one_version_and_labelled_with_it() -> None:

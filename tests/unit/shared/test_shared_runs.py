@@ -25,7 +25,7 @@ def test_batches_of_tickets_are_those_of_separate_pools(mode: str, what: str) ->
     """Of prompts of other lengths, so that batches take tickets out of order, and some of several optimizer steps."""
     batches: dict[str, Any] = {"ticket_size": 2, "rollout__tickets_per_batch": 3}
     batches["texts"] = tuple("x" * length for length in (30, 1, 20, 2, 10, 10))
-    fault = first("shared-0", "generate_together", what, after=1) if what else no_fault
+    fault = first("shared-0", "generate", what, after=1) if what else no_fault
     found = shared(mode, 2, fault, **batches)
     check(found, mode, **batches)
     assert bool(what) == (found.table.retried > 0)

@@ -103,7 +103,7 @@ def test_versions_are_exchanged_only_in_the_turn_of_a_ticket() -> None:
     one.trainer.versions.retain(1)
 
     def sample(version: int) -> None:
-        reports.append(one.rollout.generate(replace(request(2), version=version))[0])
+        reports.append(one.rollout.generate([replace(request(2), version=version)])[0][0])
 
     def live() -> tuple[int, str]:
         active = one.rollout.receiver.active
