@@ -44,7 +44,6 @@ LEAST_STEPS = 2  # Fewest denoising steps; with a single one no step has noise.
 # Alpha differs from the rank, so that a scale lost during export is noticed.
 LORA_CONFIG = LoraConfig(rank=4, alpha=10.0)
 LORA_STRENGTH = 0.05
-EULER = "FlowMatchEulerDiscreteScheduler"
 Inputs = dict[str, Any]  # Arguments of a call by name.
 EMBEDDINGS, SCHEDULE, VELOCITY, LATENTS = "prompt embeddings", "schedule", "velocity", "ODE latents"
 DECODE, BATCH, LORA = "decoded images", "noise levels in one batch", "LoRA round trip"
@@ -217,6 +216,9 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
     relative, sampling, policy = job.relative, job.sampling, job.policy
     positive, negative = branches[0], branches[1] if len(branches) > 1 else None
 
+    def sigmas() -> Tensor:
+        return policy.sigmas(sampling.num_inference_steps, sampling.resolution)
+
     def velocity(x: Tensor, sigma: Tensor) -> Tensor:
         return policy.velocity(x, sigma.to(x.device).expand(len(x)), positive, negative, sampling)
 
@@ -225,7 +227,7 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
 
     def denoised() -> list[Tensor]:
         x, latents = job.start(), []
-        for sigma, after in pairwise(policy.sigmas(sampling.num_inference_steps, sampling.resolution)):
+        for sigma, after in pairwise(sigmas()):
             now, then = (level.to(x.device).expand(len(x)) for level in (sigma, after))
             x = sde.ode_step(x, velocity(x, now[:1]), now, then)
             latents.append(x)
@@ -254,7 +256,7 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
 
     return {
         EMBEDDINGS: lambda: _embeddings(job, stock, branches),
-        SCHEDULE: lambda: _schedule(job, stock),
+        SCHEDULE: lambda: row_of(SCHEDULE, [(sigmas(), stock.sigmas)], absolute=relative),
         VELOCITY: lambda: row_of(VELOCITY, zip(velocities(), stock.velocities, strict=False), relative=relative),
         LATENTS: lambda: row_of(LATENTS, zip(denoised(), stock.after, strict=True), relative=relative),
         DECODE: decoded,
@@ -283,15 +285,6 @@ def _encoded(job: Job) -> list[Branch]:
     if job.sampling.true_cfg_scale > 1:
         encoded += job.policy.encode([job.sampling.negative_prompt], negative=True)
     return [{name: torch.as_tensor(value).to(job.device) for name, value in values.items()} for values in encoded]
-
-
-def _schedule(job: Job, stock: Stock) -> Row:
-    ours = job.policy.sigmas(job.sampling.num_inference_steps, job.sampling.resolution)
-    row = row_of(SCHEDULE, [(ours, stock.sigmas)], absolute=job.relative)
-    kind = type(job.pipeline.scheduler).__name__
-    if row.holds or kind == EULER:
-        return row
-    return replace(row, text=f"{row.text}; the stock pipeline steps with {kind}, a run steps as {EULER} does")
 
 
 def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:

@@ -7,7 +7,6 @@ matches none of them, warns, and generates with the base model.
 
 import argparse
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,8 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         written, refused = publish(options)
-    except shutil.Error as error:  # of copied files: (source, target, text) each
-        written, refused = [], [str(error.args[0][0][2])]
     except (ValueError, OSError) as error:
         written, refused = [], [str(error)]
     for path in written:

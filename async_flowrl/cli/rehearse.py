@@ -230,15 +230,10 @@ def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Prints the rehearsal. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
-        prog="async-flowrl plan --rehearse",
-        description="Runs a configuration's trainer and rollout worker on shapes alone: memory, collectives, FLOPs.",
+        prog="async-flowrl plan --rehearse", description="Runs a trainer rank and a rollout worker on shapes alone."
     )
-    parser.add_argument(
-        "--card",
-        default="H100",
-        metavar="NAME[,NAME…]",
-        help=f"of {', '.join(CARDS)}, or all (default H100); of several, the first one's memory is planned for",
-    )
+    names = f"of {', '.join(CARDS)}, or all; the first one's memory is planned for"
+    parser.add_argument("--card", default="H100", metavar="NAME[,NAME…]", help=names)
     options, config = configured(parser, arguments)
     cards = cards_of(options.card)
     # The package's warnings are about values, and fake tensors have none.

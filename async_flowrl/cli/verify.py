@@ -36,7 +36,6 @@ from checkpoint_engine.digest import combine
 from checkpoint_engine.gather import shard_rows
 from separation.text_table import format_table
 
-REQUIRED_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 FINAL_STATES = ("TRAINED", "SKIPPED")
 
 
@@ -284,11 +283,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run_dir", type=Path)
     root = parser.parse_args(arguments).run_dir.expanduser()
-    unfinished = [name for name in REQUIRED_FILES if not (root / name).is_file()]
-    if unfinished:
-        return refuse(f"{root} is not the folder of a finished run: it has no {unfinished[0]}")
     try:
         rows = verify(root)
+    except FileNotFoundError as error:
+        return refuse(f"{root} is not the folder of a finished run: it has no {error.filename}")
     except (OSError, ValueError, KeyError) as error:
         return refuse(f"{root} cannot be verified: {type(error).__name__}: {error}")
     table = format_table(("check", "holds", "found"), [(name, "yes" if ok else "NO", text) for name, ok, text in rows])

@@ -118,23 +118,15 @@ def remedy(process: Process, config: Config, device: int) -> str:
         share = min(1.0, math.ceil(20 * total / device) / 20)
         return f"it would fit with {process.key}={share:g} and a device of {math.ceil(max(total, device) / GIB)} GiB"
     available = process.available(device)
+    # If what lasts is too much, activations are left out, and settings that only they depend on.
+    lasting = process.footprint.resident > available
 
-    def resident(changed: Config) -> int:
-        return next(processes(changed, process.pools, lasting=True)).footprint.resident
+    def needed(changed: Config) -> int:
+        footprint = next(processes(changed, process.pools, lasting=lasting)).footprint
+        return footprint.resident if lasting else footprint.total
 
-    def total_of(changed: Config) -> int:
-        return next(processes(changed, process.pools)).footprint.total
-
-    # If what lasts is too much, activations are left out, and settings that only they depend on. Otherwise settings
-    # that reduce what lasts are taken to leave activations as they are.
-    beside, named = 0, None
-    if process.footprint.resident <= available:
-        beside = total_of(config) - resident(config)
-        named = best(passing_changes(process, config), config, total_of, available)
-    if named is None or named[1] > available:
-        other = best(lasting_changes(process, config), config, lambda changed: resident(changed) + beside, available)
-        named = min(filter(None, (named, other)), key=lambda remedy: remedy[1], default=None)
-    if named is None:
+    changes = [*([] if lasting else passing_changes(process, config)), *lasting_changes(process, config)]
+    if (named := best(changes, config, needed, available)) is None:
         return "no single setting would make it need less"
     words, size = named
     verb = "it would fit with" if size <= available else "it would need less, though not little enough, with"

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -83,7 +82,7 @@ class RunDirectory:
         if is_held(self.root / ".lock"):
             raise ConfigError(IN_USE.format(self.root))
 
-    def create(self, config: Config, hydra_record: Mapping[str, str] = MappingProxyType({})) -> None:
+    def create(self, config: Config, hydra_record: Mapping[str, str]) -> None:
         """Makes the folders, takes the lock (until `release`) and writes the resolved configuration.
 
         `hydra_record` maps the names of files in `.hydra/` to their texts. Raises ConfigError if the directory cannot

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -100,24 +100,17 @@ def _tickets(counts: dict[str, int]) -> str | None:
 def settings_of(run: Records) -> dict[str, Any]:
     """`changed`: key, value and default of the settings that differ from the default; `all`: config.yaml as text."""
     values = flat(run.config)
-    defaults = flat(asdict(Config())) | defaults_of_terms(values)
+    defaults = flat(asdict(Config()))
+    for key in values:
+        setting = key.rpartition(".")[2]
+        if "reward.terms." in key and setting in TERM and setting != "weight":  # A weight is always shown.
+            defaults[key] = TERM[setting]
     changed = [
         {"key": key, "value": shown(value), "default": shown(defaults[key]) if key in defaults else "–"}
         for key, value in values.items()
         if key not in OF_NO_MATTER and (key not in defaults or defaults[key] != value)
     ]
     return {"changed": changed, "all": OmegaConf.to_yaml(OmegaConf.create(run.config)) if run.config else ""}
-
-
-def defaults_of_terms(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key → default for the settings of all reward terms in `values`, but the weight, which is always shown."""
-    defaults = {}
-    for key in values:
-        head, terms, rest = key.rpartition("reward.terms.")
-        name, _, setting = rest.partition(".")
-        if terms and setting in TERM and setting != "weight":
-            defaults[f"{head}{terms}{name}.{setting}"] = TERM[setting]
-    return defaults
 
 
 def differences(runs: Sequence[Records]) -> dict[str, Any] | None:

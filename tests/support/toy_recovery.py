@@ -110,7 +110,7 @@ def run_controller(
 async def controller(config: Config, root: Path, outside: Outside) -> None:
     """Does what `train` in run/job.py does, with toy pools in place of a cluster."""
     directory = RunDirectory(root)
-    directory.create(config)
+    directory.create(config, {})
     algorithm = build_algorithm(config)
     prepared = Prepared(
         config,
