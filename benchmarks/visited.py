@@ -54,7 +54,8 @@ def start() -> None:
     else:
 
         def called(frame: FrameType, event: str, argument: Any) -> None:
-            if event == "call":
+            # A coroutine that goes on is a call, too, but of its instruction RESUME with another argument than 0.
+            if event == "call" and frame.f_code.co_code[frame.f_lasti + 1] == 0:
                 note(frame.f_code)
 
         sys.setprofile(called)

@@ -38,8 +38,3 @@ def update_average(average: Iterable[Tensor], current: Iterable[Tensor], decay: 
             old.copy_(new)
         else:
             old.lerp_(new.to(old.dtype), 1.0 - decay)
-
-
-def rms_over_eps(grad_rms: float, eps: float) -> float:
-    """Returns grad_rms / eps (infinity for eps 0). Below about 10, Adam's eps makes the steps noticeably smaller."""
-    return grad_rms / eps if eps > 0.0 else float("inf")

@@ -9,7 +9,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from async_flowrl.algorithms.diagnostics import clip_of_means, warnings
-from async_flowrl.algorithms.registry import resolve_correction
 from async_flowrl.config.curves import checkpoint_due, evaluation_due
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.checkpoints import Checkpoints
@@ -43,6 +42,7 @@ class AfterStep:
     pools: PoolLedger
     records: EvaluationRecords
     latent_elements: int  # Number of elements in the latents of one image.
+    correction: str  # What `algorithm.correction` means in this run.
     kept: KeptStates = field(default_factory=KeptStates)
     held: Collection[int] = ()  # Versions of earlier attempts whose weights are held for their evaluation.
     evaluations: Evaluations = field(init=False)
@@ -149,12 +149,11 @@ class AfterStep:
                 logger.warning("step %d: %s", line["step"], sentence)
         kept = sum(value for key, value in line.items() if key.startswith("kept/"))
         total = sum(value for key, value in line.items() if key.startswith("kept_of/"))
-        correction = resolve_correction(ctx.config.algorithm, ctx.config.max_staleness)
         clip = clip_of_means(ctx.config.algorithm, self.latent_elements)
         share, elements = kept / total if total else 1.0, self.latent_elements
         guidance = ctx.config.rollout.true_cfg_scale
         for sentence in warnings(
-            line, correction=correction, kept=share, clip=clip, elements=elements, guidance=guidance
+            line, correction=self.correction, kept=share, clip=clip, elements=elements, guidance=guidance
         ):
             kind = re.sub(r"[\d.]+(e[+-]\d+)?", "", sentence)
             if kind not in ctx.warned:

@@ -49,7 +49,8 @@ class Checkpoints:
     _writing: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self._inputs = inputs_of(self.requests)
+        self._inputs, self._deciding = inputs_of(self.requests), deciding(self.config)
+        self._numerics = numerics(self.config, device_type(self.device))
 
     async def insist(self, ctx: Context, version: int) -> None:
         """Writes the run's last checkpoint, and tries again, as no later one replaces it. Raises as `save`."""
@@ -84,8 +85,8 @@ class Checkpoints:
         return lambda: {
             "version": version,
             "published": {str(v): digest for v, digest in ctx.table.published.items()},
-            "deciding": deciding(self.config),
-            "numerics": numerics(self.config, device_type(self.device)),
+            "deciding": self._deciding,
+            "numerics": self._numerics,
             "inputs": self._inputs,
             "base_digest": self.base_digest,
             "schedules": self.schedules,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from async_flowrl.config.pools import held_out_by_pool, reward_pools
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.reward_servers import RewardServers
@@ -148,6 +149,12 @@ class Context:
     activation: float = 0.0
     # Kind of a warning about the updates → its first sentence, if the summary does not have it from elsewhere; else "".
     warned: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Pool → names of the terms that it scores: of the trained ones, and of those of evaluations alone.
+        self.reward_terms = {pool.name: pool.terms for pool in reward_pools(self.config.reward)}
+        self.held_out_terms = held_out_by_pool(self.config)
+
     # Notified when a rollout worker may get a ticket: tickets were issued or returned, or versions acknowledged.
     work: Signal = field(default_factory=Signal)
     # Notified when a group has been scored; the trainer and evaluations wait for it.

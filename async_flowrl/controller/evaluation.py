@@ -17,6 +17,7 @@ from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
 from async_flowrl.controller.resume import reward_sources
+from async_flowrl.controller.step_metrics import extra_means
 from async_flowrl.observability.evaluations import (
     DIVERSITY,
     HELD_OUT,
@@ -24,7 +25,6 @@ from async_flowrl.observability.evaluations import (
     Curve,
     Evaluation,
     EvaluationLog,
-    extra_means,
     metric_keys,
 )
 from async_flowrl.observability.events import EventLog

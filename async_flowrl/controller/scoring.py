@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from async_flowrl.config.pools import held_out_by_pool, is_reward_pool, reward_pools
+from async_flowrl.config.pools import is_reward_pool
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.reward_servers import RewardServers
@@ -38,7 +38,7 @@ async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | 
     """
     config, first = ctx.config.reward, group[0]
     weights = {name: term.weight for name, term in config.terms.items()}
-    scores = await ask_pools(ctx, {pool.name: pool.terms for pool in reward_pools(config)}, group, free, weights)
+    scores = await ask_pools(ctx, ctx.reward_terms, group, free, weights)
     if first.kind == TRAIN:
         ctx.reward_calls.add(first.step, scores)
     fatal = required(ctx, scores) or (() if scores.by_term else tuple(scores.failed))
@@ -56,7 +56,7 @@ async def ask_held_out(ctx: Context, group: list[Ticket], free: Free) -> None:
     terms, first = ctx.config.evaluate.reward.terms, group[0]
     if first.kind != EVALUATION or not terms:
         return
-    scores = await ask_pools(ctx, held_out_by_pool(ctx.config), group, free, dict.fromkeys(terms, 0.0))
+    scores = await ask_pools(ctx, ctx.held_out_terms, group, free, dict.fromkeys(terms, 0.0))
     for name, failure in scores.failed.items():
         message = f"held-out {name}: {failure.reason}"
         ctx.observer.event("skipped", kind=first.kind, step=first.step, group=first.group, message=message)

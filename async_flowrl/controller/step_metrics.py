@@ -1,12 +1,11 @@
 """StepStatistics makes the line of metrics.jsonl of one step, from its groups' rewards and its optimizer steps."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from async_flowrl.algorithms.diagnostics import sample_size, window_metrics
-from async_flowrl.observability.evaluations import extra_means
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import UpdateStats
 from async_flowrl.types import Scores
@@ -91,6 +90,20 @@ def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:
     means = extra_means(scores.extras for scores in groups)
     line |= {f"reward/{term}/{name}": mean for term, by_name in means.items() for name, mean in by_name.items()}
     return line | seconds_per_group(groups)
+
+
+def extra_means(groups: Iterable[Mapping[str, Mapping[str, Sequence[float | str]]]]) -> dict[str, dict[str, float]]:
+    """Term → name of a numeric extra → its mean over the images of all `groups` (as `Scores.extras`) that have it."""
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for extras in groups:
+        for term, by_name in extras.items():
+            for name, extra in by_name.items():
+                values[term, name] += [value for value in extra if not isinstance(value, str)]
+    means: dict[str, dict[str, float]] = {}
+    for (term, name), numbers in sorted(values.items()):
+        if numbers:
+            means.setdefault(term, {})[name] = float(np.mean(numbers))
+    return means
 
 
 def seconds_per_group(groups: Sequence[Scores]) -> dict[str, float]:

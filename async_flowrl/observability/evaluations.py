@@ -7,14 +7,11 @@ score, e.g. the reward, of all images of an evaluation; a *held-out* term is a s
 
 import json
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from async_flowrl.observability.events import cut_unfinished_line, read_events, replace_file
 from async_flowrl.observability.statistics import Change, Estimate, change, estimate
@@ -122,20 +119,6 @@ def metric_keys(now: Evaluation, history: Sequence[Evaluation]) -> dict[str, flo
             keys |= {f"{prefix}/{kind}": value for kind, value in moved.fields().items()}
     keys |= {f"held_out/{term}/extra/{name}": mean for term, by in now.extras.items() for name, mean in by.items()}
     return {name: value for name, value in keys.items() if value is not None}
-
-
-def extra_means(groups: Iterable[Mapping[str, Mapping[str, Sequence[float | str]]]]) -> dict[str, dict[str, float]]:
-    """Term → name of a numeric extra → its mean over the images of all `groups` (as `Scores.extras`) that have it."""
-    values: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for extras in groups:
-        for term, by_name in extras.items():
-            for name, extra in by_name.items():
-                values[term, name] += [value for value in extra if not isinstance(value, str)]
-    means: dict[str, dict[str, float]] = {}
-    for (term, name), numbers in sorted(values.items()):
-        if numbers:
-            means.setdefault(term, {})[name] = float(np.mean(numbers))
-    return means
 
 
 class EvaluationLog:

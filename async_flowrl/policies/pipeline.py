@@ -261,7 +261,6 @@ class PipelinePolicy(Policy):
 
         With true CFG, `negatives` holds the negative prompt of each; in one batch they follow all prompts.
         """
-        self.check(sampling)
         if sampling.true_cfg_scale <= 1:
             return self._network(latents, sigma, positives, sampling)
         if any(apart(*pair, latents.device) for pair in zip(positives, negatives, strict=True)):

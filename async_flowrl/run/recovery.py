@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from async_flowrl.algorithms.registry import resolve_correction
 from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
 from async_flowrl.config.pools import ROLLOUT, TRAINER, scoring_pools
@@ -310,6 +311,7 @@ def steps_of(run: Run, requests: RequestBuilder, resume: Resume) -> AfterStep:
         ledgers.pools,
         records,
         latent_elements=prod(run.prepared.shapes.latents),
+        correction=resolve_correction(run.prepared.config.algorithm, run.prepared.config.max_staleness),
         kept=run.kept,
         held=resume.held_versions,
     )

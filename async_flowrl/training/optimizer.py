@@ -7,14 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.ema import rms_over_eps
 from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.training.flat import FlatParameters
 
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-MIN_RMS_OVER_EPS = 10.0  # A warning is logged if the RMS of the gradient is below this many times eps.
+MIN_RMS_OVER_EPS = 10.0  # Below this ratio of the gradient's RMS to eps, Adam's steps are noticeably smaller.
 
 
 class Optimizer:
@@ -50,7 +49,7 @@ class Optimizer:
         self._parameters.changed()
         self.steps += 1
         rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
-        over_eps = rms_over_eps(rms, self._config.eps)
+        over_eps = rms / self._config.eps if self._config.eps > 0.0 else math.inf
         if over_eps < MIN_RMS_OVER_EPS and not self._warned:
             self._warned = True
             logger.warning(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from async_flowrl.policies.registry import ResolvedModel, check_revision
-from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.checkpoint import Checkpoint
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.update import Update
@@ -30,17 +29,17 @@ class RankState:
     model: ResolvedModel
     versions: Versions
     update: Update
+    lora: Mapping[str, float | None] | None  # Rank and alpha of the trained LoRA; None with whole weights.
 
     def counters(self) -> dict[str, Any]:
         """Returns the state without tensors, as JSON. Raises RuntimeError while an optimizer step is under way."""
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
-        tuning = tuning_of(self.inputs.config)
         return {
             "version": self.versions.newest,
             "optimizer_steps": self.inputs.optimizer.steps,
             "sum_exponent": self.update.exponent,
-            "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
+            "lora": self.lora,
             "model": {"path": self.inputs.config.model.path, "revision": self.model.revision},
         }
 

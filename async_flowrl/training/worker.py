@@ -21,6 +21,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.checkpoint import (
     Checkpoint,
     Files,
@@ -133,7 +134,9 @@ class TrainerWorker:
             turn=self._turn,
         )
         self.update = Update(made)
-        self._state = RankState(made, self.model, self.versions, self.update)
+        tuning = tuning_of(self.config)
+        lora = None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha}
+        self._state = RankState(made, self.model, self.versions, self.update, lora)
         self.snapshots = Snapshots(self._state, self.device)
         self.parameters.before_change = self.snapshots.wait
         peak = self.config.hardware.peak_tflops
