@@ -128,10 +128,8 @@ class AnsweringTrainer:
         self._step, self._plan = -1, StepPlan(rows=0)
         self._parts: list[tuple[int, int]] = []
 
-    def train(self, request: TrainRequest, *trajectories: Any) -> UpdateStats | Manifest | None:
+    def train(self, request: TrainRequest, *trajectories: Any) -> Manifest:
         """Nothing is trained."""
-        if self._place.size == 1:
-            return UpdateStats(request.step, 0, False, {"loss": 0.0}) if request.finishes else None
         self._begin(request)
         own = parts_of(request.metas, self._place)
         self._parts += [(request.metas[part.group].group, part.part) for part in own]

@@ -76,7 +76,7 @@ async def with_trajectories(
             calls.append((replace(request, tickets=tickets), refs))
         return calls
 
-    seconds = ctx.placement.update_seconds(len(groups) + request.finishes)
+    seconds = ctx.placement.update_seconds(len(groups))
     while True:
         await until_whole(groups)
         tried = [group.refs for group in groups]

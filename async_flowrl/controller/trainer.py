@@ -161,9 +161,7 @@ class TrainerGroup:
         return batch
 
     async def _taken(self, groups: Sequence[TrainingGroup]) -> AsyncIterator[Sequence[TrainingGroup]]:
-        most = MAX_GROUPS_PER_CALL if len(self._replicas) == 1 else len(groups)
-        for start in range(0, len(groups), most):
-            yield groups[start : start + most]
+        yield groups
 
     async def _ready(self, ctx: Context, step: int, size: int) -> AsyncIterator[Sequence[TrainingGroup]]:
         """Yields the groups of an optimizer step as they become ready and a replica is idle, low numbers first."""
@@ -195,8 +193,6 @@ class TrainerGroup:
             await ctx.ready.until(condition)
             if not any(replica.waiting for replica in self._replicas):
                 self._waited += now() - max(began, self._idle_since)
-        if len(self.workers.workers) == 1:
-            self._book_state(ctx, self._replicas[0], "busy")
 
     def _owned(self, ctx: Context, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
         owned = []
@@ -231,7 +227,6 @@ class TrainerGroup:
     ) -> tuple[list[TrainingGroup], Stepped | int]:
         """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent."""
         groups: list[TrainingGroup] = []
-        outcome: Stepped | int | None = None
         sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
         for replica in self._replicas:
@@ -241,41 +236,9 @@ class TrainerGroup:
                 if not groups:
                     sums.plan = self._plan(ctx, some[0], update, size)
                 groups += some
-                if len(self.workers.workers) > 1:
-                    self._give(ctx, tasks, sums, some, "train")
-                else:
-                    outcome = await self._train_alone(ctx, sums, groups, some, finishes=len(groups) == size)
+                self._give(ctx, tasks, sums, some, "train")
         groups.sort(key=lambda group: group.number)
-        return groups, await self._finish(ctx, sums, groups) if outcome is None else outcome
-
-    async def _train_alone(
-        self,
-        ctx: Context,
-        sums: Sums,
-        until_now: Sequence[TrainingGroup],
-        groups: Sequence[TrainingGroup],
-        *,
-        finishes: bool,
-    ) -> Stepped | int | None:
-        """Trains groups on the only rank; the last call also steps, and returns statistics or a larger exponent."""
-        step, begins = sums.step, sums.plan if len(until_now) == len(groups) else None
-        trained = [group for group in groups if group.meta is not None]
-        metas = tuple(group.meta for group in trained if group.meta)
-        more = not finishes and (ctx.config.hand_over == "batch" or bool(ctx.table.ready_groups(step)))
-        rows = divisor(ctx, until_now) if finishes else None
-        request = TrainRequest(step, metas, begins, finishes, rows=rows, attempt=sums.plan.attempt, more=more)
-        if trained:
-            results = await with_trajectories(ctx, self.workers.workers, self._replicas[0], trained, "train", request)
-        else:
-            async with deadline(ctx.placement.update_seconds(1), f"update: step {step}"):
-                results = await self.all("train", request)
-        if not finishes:
-            return None
-        summed = results[0]
-        if isinstance(summed, Summed):
-            assert summed.overflow is not None, "a rank alone steps at once"
-            return summed.overflow
-        return [(self.first, summed)]
+        return groups, await self._finish(ctx, sums, groups)
 
     async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[TrainingGroup]) -> Stepped | int:
         """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
@@ -290,15 +253,15 @@ class TrainerGroup:
         by_name: Mapping[str, Manifest] = {workers[rank].name: manifest for rank, manifest in sums.manifests.items()}
         check_plan(step, plan.update, plan.attempt, planned, by_name)
         rows, parts = divisor(ctx, groups), tuple(planned.items())
-        base_request = TrainRequest(step, (), finishes=True, planned=parts, rows=rows, attempt=plan.attempt)
+        base_request = TrainRequest(step, (), planned=parts, rows=rows, attempt=plan.attempt)
         requests = [
             base_request if rank in sums.manifests else replace(base_request, begins=plan)
             for rank in range(len(workers))
         ]
-        measured = (group for group in groups if group.meta and group.meta.parts)
-        summed: list[Summed] = await with_probe(
-            ctx, workers, next(measured, None) if self._measures else None, requests, training
-        )
+        # A rank that trains alone has the probe already.
+        measured = [group for group in groups if group.meta and group.meta.parts and len(workers) > 1]
+        probe = measured[0] if measured and self._measures else None
+        summed: list[Summed] = await with_probe(ctx, workers, probe, requests, training)
         if (overflow := summed[0].overflow) is not None:
             return overflow
         async with training, deadline(ctx.placement.update_seconds(1), f"update: optimizer step of step {step}"):

@@ -113,7 +113,7 @@ class SharedTrainer(TrainerWorker):
     lane: TrainingLane
     waited = 0.0  # Seconds for which the end of the present optimizer step has waited for tickets: to measure its KL.
 
-    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
+    def train(self, request: TrainRequest, *trajectories: Trajectory) -> Manifest:
         with self.lane.turn(more=request.more):
             return super().train(request, *trajectories)
 

@@ -89,37 +89,34 @@ class GroupMeta:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """One call to a trainer rank: it may begin an optimizer step, train groups, finish the step, or do all three."""
+    """One call to a trainer rank, `train` or `add_up`: it may begin an optimizer step, train groups, or add up."""
 
     step: int  # Training step.
     # Groups to train on, by ascending number; their trajectories are passed beside the request, in ticket order.
     metas: tuple[GroupMeta, ...]
     begins: StepPlan | None = None  # If set, the request begins this optimizer step.
-    finishes: bool = False  # True: the request finishes the optimizer step.
     # For each group the positions of the tickets whose trajectories are passed; empty means all tickets.
     tickets: tuple[tuple[int, ...], ...] = ()
-    # With `finishes`: (number, parts) of each group that all ranks have trained; None: those that this rank got.
+    # For `add_up`: (number, parts) of each group that all ranks have trained; None: those that this rank got.
     planned: tuple[tuple[int, int], ...] | None = None
-    # With `finishes`: the number of trained rows, by which the sum of losses is divided in place of `StepPlan.rows`;
+    # For `add_up`: the number of trained rows, by which the sum of losses is divided in place of `StepPlan.rows`;
     # None: that number is kept.
     rows: int | None = None
-    # With `finishes`: the group on which every rank measures how far the step moves the policy. The trajectories of its
+    # For `add_up`: the group on which every rank measures how far the step moves the policy. The trajectories of its
     # first part are passed after all others. None: a rank that trains alone takes the lowest group that it got.
     probe: GroupMeta | None = None
     probe_tickets: tuple[int, ...] = ()  # The positions of the tickets of `probe` whose trajectories are passed.
-    attempt: int = 0  # With `finishes`: `StepPlan.attempt` of the step.
+    attempt: int = 0  # For `add_up`: `StepPlan.attempt` of the step.
     # Another call follows as soon as this one is answered: a worker that samples, too, begins no ticket before it.
     more: bool = False
 
     def split(self) -> "list[TrainRequest]":
         """Returns requests with one group each, which together do the same."""
-        last = len(self.metas) - 1
         return [
             replace(
                 self,
                 metas=(meta,),
                 begins=self.begins if index == 0 else None,
-                finishes=self.finishes and index == last,
                 tickets=(),
             )
             for index, meta in enumerate(self.metas)

@@ -161,21 +161,13 @@ class TrainerWorker:
     def _sends(self) -> bool:
         return self.world.rank == 0 or self.world.by_group
 
-    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
-        """Begins an optimizer step, adds the gradients of groups, or finishes the step, as `request` says.
-
-        `trajectories` are of the request's tickets, then of its probe. Returns a Manifest, at the end of the step
-        UpdateStats, or Summed if it must begin again. Raises NonFiniteError.
-        """
+    def train(self, request: TrainRequest, *trajectories: Trajectory) -> Manifest:
+        """Begins an optimizer step, if `request` says so, and adds gradients of its groups. Raises NonFiniteError."""
         if request.begins is not None:
             self.update.begin(request.step, request.begins)
-        groups = len(trajectories) - len(request.probe_tickets)
         if request.metas:
-            self.update.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
-        if not request.finishes:
-            return self.update.manifest
-        summed = self.update.add_up(request, *trajectories[groups:])
-        return self.take_step() if summed.overflow is None else summed
+            self.update.accumulate(request.metas, *trajectories, tickets=request.tickets)
+        return self.update.manifest
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
         """Adds up the sums of all ranks, which wait for each other: the first phase; no weight changes."""

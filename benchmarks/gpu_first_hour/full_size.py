@@ -22,7 +22,7 @@ from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
-from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats
+from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
 from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, Conditioning, EncoderInput, Span, Trajectory
@@ -146,8 +146,9 @@ def trained(
         spans.clear()
         step = next(steps)
         metas = tuple(meta(config, ticket) for ticket in tickets(config, step))
-        stats = worker.train(TrainRequest(step, metas, begins=plan, finishes=True), *trajectories)
-        spans.extend(stats.spans if isinstance(stats, UpdateStats) else ())
+        worker.train(TrainRequest(step, metas, begins=plan), *trajectories)
+        if worker.add_up(TrainRequest(step, ())).overflow is None:
+            spans.extend(worker.take_step().spans)
 
     return figures(update, rounds, before, spans)
 

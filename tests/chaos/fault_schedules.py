@@ -28,7 +28,7 @@ from tests.support.toy_pool import ListObserver, Timing, ToyPool
 NAMED = (WorkerDied, WorkerFailed, DeadlineExceeded, SenderLate, TicketLost, TimeoutError)
 HORIZON_SECONDS = 3000.0
 """Virtual time in which every schedule has ended; an undisturbed run takes 30 to 60 seconds."""
-UPDATE = ("trainer:train_last",)
+UPDATE = ("trainer:add_up",)
 PUBLISH = ("trainer:stage", "trainer:seal", "trainer:payload")
 
 PHASES = {**dict.fromkeys(UPDATE, "update"), **dict.fromkeys(PUBLISH, "publish")}
@@ -59,7 +59,7 @@ CALLS = {
     "rollout:load": 1,
     "rollout:prove": 4,
     "reward:score": 20,
-    "trainer:train_last": 5,
+    "trainer:add_up": 5,
     "trainer:stage": 5,
     "trainer:seal": 5,
     "trainer:payload": 5,

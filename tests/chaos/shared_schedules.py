@@ -27,8 +27,8 @@ STEPS = 6
 METHODS: dict[str, frozenset[str]] = {
     "samples": frozenset({"generate"}),
     "samples an evaluation": frozenset({"generate/evaluation"}),
-    "trains": frozenset({"train", "train_last"}),
-    "ends a step": frozenset({"add_up", "take_step", "train_last"}),
+    "trains": frozenset({"train"}),
+    "ends a step": frozenset({"add_up", "take_step"}),
     "announces a version": frozenset({"stage", "seal"}),
     "keeps a version": frozenset({"keep_local"}),
     "proves itself": frozenset({"receive", "prove"}),
@@ -37,7 +37,7 @@ METHODS: dict[str, frozenset[str]] = {
     "newcomer takes over": frozenset({"take_over", "restore"}),
     "gives its state": frozenset({"kept_state"}),
 }
-"""Place → the calls that are meant. With one process `train_last` ends a step; several add up and step."""
+"""Place → the calls that are meant."""
 CALLS = {
     "samples": 20,
     "samples an evaluation": 4,
@@ -112,7 +112,7 @@ class SharedSchedule:
 
     def fault(self, worker: str, method: str, number: int) -> str | None:
         found = None
-        for place in places_of(worker, method, alone=self.config.trainer.num_workers == 1):
+        for place in places_of(worker, method):
             self.seen[place] += 1
             if found is None and (fault := self.calls.get((place, self.seen[place]))) is not None:
                 self.hits.append((place, fault))
@@ -138,14 +138,14 @@ class SharedSchedule:
                 worker.kill()
 
 
-def places_of(worker: str, method: str, *, alone: bool) -> list[str]:
+def places_of(worker: str, method: str) -> list[str]:
     """The places that a call is at."""
     if worker.startswith("reward"):
         return ["reward"] if method == "score" else []
     found = [place for place, methods in METHODS.items() if method in methods]
     if "." not in worker:
         found = [place for place in found if place not in ("newcomer loads", "newcomer takes over")]
-    return found if alone or method != "train_last" else ["trains"]
+    return found
 
 
 def has_averages(seed: int) -> bool:

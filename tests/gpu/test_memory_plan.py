@@ -14,10 +14,11 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import Footprint, plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
-from async_flowrl.memory.rehearsal.rank import rehearse_trainer, settle, update_request
+from async_flowrl.memory.rehearsal.rank import end_step, rehearse_trainer, settle, update_request
 from async_flowrl.memory.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.worker import TrainerWorker
 from tests.support.fused_attention import fused_attention
 
@@ -69,6 +70,7 @@ def test_a_trainer_rank_takes_what_is_planned_and_rehearsed(config: Config) -> N
         request, trajectory = update_request(worker, config)
         worker.update.set_negatives({"negative": trajectory.conditioning})
         worker.train(request, trajectory)
+        end_step(worker, TrainRequest(request.step, ()))
 
     taken = peak_of(work)
     rehearsed = alone(rehearsed_trainer, config)

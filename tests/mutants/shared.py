@@ -35,7 +35,7 @@ SHARED_FAULTS = (
         "a ticket that waits for training which hangs is named first",
         {"async_flowrl.shared.controller:SharedPool.generate_seconds": as_soon_as_the_ticket},
         f"{RUNS}:test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool",
-        arguments={"mode": "fully async", "workers": 1, "method": "train_last"},
+        arguments={"mode": "fully async", "workers": 1},
         raises=("AssertionError", "Failed", "WorkerDied"),
     ),
 )

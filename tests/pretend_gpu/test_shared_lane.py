@@ -98,7 +98,7 @@ def steps(worker: SharedWorker) -> list[str]:
         plan = StepPlan(rows=rig.rows(handed))
         worker.trainer.train(TrainRequest(step, metas, plan), *trajectories)
         with ticket_under_way(worker) as written:
-            worker.trainer.add_up(TrainRequest(step, (), finishes=True))
+            worker.trainer.add_up(TrainRequest(step, ()))
             worker.trainer.take_step()
             worker.trainer.sender.stage(step + 1)
             assert not waited_for(written), f"step {step} waited for the ticket"

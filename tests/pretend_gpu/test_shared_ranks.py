@@ -69,7 +69,7 @@ def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bo
         planned = tuple((meta.group, len(meta.owners)) for meta, _ in handed)
         with ticket_under_way(worker) as written:
             with watched(SYNC) as waits:
-                worker.trainer.add_up(TrainRequest(step, (), finishes=True, planned=planned))
+                worker.trainer.add_up(TrainRequest(step, (), planned=planned))
                 worker.trainer.take_step()
                 if rank == 0:
                     worker.trainer.sender.stage(step + 1)

@@ -60,7 +60,7 @@ class Timing:
 Fault = Callable[[str, str, int], str | None]
 """A function (worker, method, call number from 1) → the call's fault, or None.
 
-The method of an evaluation ticket is "generate/evaluation", that of a call that ends an optimizer step "train_last".
+The method of an evaluation ticket is "generate/evaluation".
 Faults are kill, hang, raise, slow and delay; for `receive` also corrupt and truncate; for `generate` lose-images and
 lose-trajectory; for `score` nan and count; for `save` torn (death while writing) and full (no space left).
 """
@@ -71,7 +71,7 @@ def name_of(method: str, args: tuple[Any, ...]) -> str:
     name = method.rpartition(".")[2].removesuffix("_terms")
     if name == "generate" and args[0][0].kind == EVALUATION:
         return "generate/evaluation"
-    return "train_last" if name == "train" and args[0].finishes else name
+    return name
 
 
 def no_fault(worker: str, method: str, number: int) -> str | None:

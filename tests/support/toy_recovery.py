@@ -61,7 +61,7 @@ Disturb = Callable[[Outside, Groups], Any]
 
 
 def at(**calls: str) -> Fault:
-    """Returns a Fault for calls of trainer-0, e.g. `at(train_last_3="kill")` for its third optimizer step."""
+    """Returns a Fault for calls of trainer-0, e.g. `at(add_up_3="kill")` for its third optimizer step."""
     wanted = {(method.rpartition("_")[0], int(method.rpartition("_")[2])): what for method, what in calls.items()}
     return lambda worker, method, number: wanted.get((method, number)) if worker == "trainer-0" else None
 

@@ -27,7 +27,7 @@ from tests.support.toy_trainer import ToyTrainer
 from tests.support.virtual import run_virtual
 
 SAMPLING = ("generate", "generate/evaluation")
-TRAINING = ("train", "train_last", "proximal")
+TRAINING = ("train", "proximal")
 ENDING = ("add_up", "take_step")
 """The phases of the end of an optimizer step over several processes."""
 
@@ -117,7 +117,7 @@ class ToySharedWorker(ToyWorker):
     async def compute(self, method: str, args: tuple[Any, ...]) -> Any:
         name, both = name_of(method, args), self.target
         if name == "add_up":
-            both.measures = args[0].probe is not None
+            both.measures = args[0].probe is not None or both.trainer.measures_alone()
         measures = both.measures and name in ENDING
         if name in (*SAMPLING, *TRAINING) or measures:
             result = await self.in_turn(name, method, args, trains=measures or name in TRAINING)

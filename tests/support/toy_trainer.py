@@ -1,7 +1,6 @@
 """ToyTrainer, the trainer rank's model of toy runs (toy.py), with real checkpoints."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
@@ -109,15 +108,10 @@ class ToyTrainer:
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """The loss has no ratio, so there is nothing to predict."""
 
-    def train(self, request: TrainRequest, *trajectories: Trajectory) -> UpdateStats | Summed | Manifest:
-        groups = len(trajectories) - len(request.probe_tickets)
+    def train(self, request: TrainRequest, *trajectories: Trajectory) -> Manifest:
         if request.begins is not None:
             self.begin(request.step, request.begins)
-        self.accumulate(request.metas, *trajectories[:groups], tickets=request.tickets)
-        if request.finishes:
-            summed = self.add_up(replace(request, begins=None), *trajectories[groups:])
-            self._asked = True
-            return self.take_step() if summed.overflow is None else summed
+        self.accumulate(request.metas, *trajectories, tickets=request.tickets)
         return Manifest(self.step, self.plan.update, self.plan.attempt, tuple(self.parts))
 
     def begin(self, step: int, plan: StepPlan) -> None:
@@ -161,7 +155,7 @@ class ToyTrainer:
         if request.begins is not None:
             self.begin(request.step, request.begins)
         assert request.attempt == self.plan.attempt
-        self._asked = request.probe is not None
+        self._asked = request.probe is not None or self.position.size == 1
         self.given += len(request.probe_tickets)
         self.account = account = self.sum.reduce(cast("Any", OverPeers(self)))
         if request.planned is not None:
@@ -205,6 +199,11 @@ class ToyTrainer:
             fetched=fetched,
             digest=digest,
         )
+
+    def measures_alone(self) -> bool:
+        """Whether this is the only rank, and the optimizer step under way is measured."""
+        taken = self.step * self.config.trainer.updates_per_batch + self.plan.update
+        return self.position.size == 1 and self._due(taken)
 
     def _due(self, steps: int) -> bool:
         """Whether the optimizer step after so many is measured, as TrustRegion.due says it."""

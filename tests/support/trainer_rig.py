@@ -159,9 +159,8 @@ def update(
 
 def finish(worker: TrainerWorker) -> UpdateStats:
     """Does the optimizer step on the accumulated gradients and returns its statistics."""
-    stats = worker.train(TrainRequest(0, (), finishes=True))
-    assert isinstance(stats, UpdateStats)
-    return merged([stats])
+    assert worker.add_up(TrainRequest(0, ())).overflow is None
+    return merged([worker.take_step()])
 
 
 def gradient(worker: TrainerWorker) -> torch.Tensor:

@@ -67,7 +67,7 @@ def spoil(checkpoint: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    left = go(tmp_path / "run", at(train_last_5="kill"), disturb=kill_after(28.0))
+    left = go(tmp_path / "run", at(add_up_5="kill"), disturb=kill_after(28.0))
     assert left is not None
     newest, older = written(left / "checkpoints")
     spoil(newest)
@@ -85,7 +85,7 @@ def test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over(tmp_path: Pat
             await asyncio.sleep(0.1)
         spoil(root / "checkpoints" / "step_4")
 
-    assert go(root, at(train_last_5="kill"), disturb=damage, tune="full") is None
+    assert go(root, at(add_up_5="kill"), disturb=damage, tune="full") is None
     assert rollbacks(root) == [2]
     check_equal(root)
 
@@ -107,4 +107,4 @@ def test_nothing_but_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
             spoil(checkpoint)
 
     with pytest.raises(DamagedCheckpoint, match="holds no sound checkpoint to go on from"):
-        go(root, at(train_last_4="kill"), disturb=damage_all, tune="full")
+        go(root, at(add_up_4="kill"), disturb=damage_all, tune="full")

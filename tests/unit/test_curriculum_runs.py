@@ -79,7 +79,7 @@ def test_a_killed_trainer_and_a_killed_controller(
 
     plain, dead = tmp_path / "plain", tmp_path / "dead"
     assert controller(plain) is None
-    assert controller(dead, at(train_last_7="kill")) is None
+    assert controller(dead, at(add_up_7="kill")) is None
     assert rollbacks(dead)
     left = controller(tmp_path / "killed", disturb=kill_after(20.0))
     assert left is not None and controller(left) is None

@@ -67,7 +67,7 @@ def test_a_held_state_that_is_damaged_is_passed_over(tmp_path: Path, monkeypatch
         return newest(self)
 
     monkeypatch.setattr(KeptStates, "newest", spoilt)
-    assert go(root, at(train_last_5="kill"), save__every=9) is None
+    assert go(root, at(add_up_5="kill"), save__every=9) is None
     assert len(held) == MOST and rollbacks(root) == held[:1]
     check_equal(root)
 
@@ -76,7 +76,7 @@ def test_a_held_state_that_is_damaged_is_passed_over(tmp_path: Path, monkeypatch
 def test_the_newer_of_kept_state_and_sound_checkpoint_is_taken(tmp_path: Path, damaged: bool, back: int) -> None:
     """The rank dies when the checkpoint of version 4 is written, and its state has not come."""
     root = tmp_path / "run"
-    faults = {("kept_state", 4): "hang", ("train_last", 5): "kill"}
+    faults = {("kept_state", 4): "hang", ("add_up", 5): "kill"}
 
     def fault(_: str, method: str, number: int) -> str | None:
         file = root / "checkpoints" / "step_4" / "weights.safetensors"
@@ -109,7 +109,7 @@ def test_an_evaluation_whose_version_is_old_when_a_rank_dies_is_made_by_the_next
     settings: dict[str, Any] = {"k": 0, "rollout__num_workers": 4, "evaluate__every": 2, "trainer__ema_decay": ema}
     calm, root = tmp_path / "calm", tmp_path / "run"
     assert run_controller(config(**settings), calm, World(Timing(), lambda *call: None, ListObserver())) is None
-    world = World(SlowEvaluation(), at(train_last_4="kill"), ListObserver())
+    world = World(SlowEvaluation(), at(add_up_4="kill"), ListObserver())
     assert run_controller(config(**settings), root, world) is None
     assert rollbacks(root) == [3]
     assert evaluations(root) == evaluations(calm) and sorted(evaluations(root)) == [2, 4, 6]

@@ -100,7 +100,7 @@ def test_a_resume_trains_a_group_without_the_term_that_it_lacked(
     asked.clear()
     go(
         tmp_path / "run",
-        lambda worker, method, n: "kill" if (worker, method, n) == ("trainer-0", "train_last", 4) else None,
+        lambda worker, method, n: "kill" if (worker, method, n) == ("trainer-0", "add_up", 4) else None,
     )
     assert rollbacks(tmp_path / "run")
     assert summary(tmp_path / "run")["weights_digest"] == summary(tmp_path / "calm")["weights_digest"]

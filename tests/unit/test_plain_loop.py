@@ -54,7 +54,7 @@ def plain_loop(config: Config) -> str:
                 request.sampling,
             )
             trainer.accumulate([meta], trajectory)
-        trainer.add_up(TrainRequest(step, (), finishes=True))
+        trainer.add_up(TrainRequest(step, ()))
         trainer.take_step()
     return trainer.weights_digest()
 

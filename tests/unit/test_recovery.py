@@ -21,7 +21,7 @@ from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
 from tests.unit.recovery_runs import check_equal, config, go
 
-KILLED_AT = ["train_1", "train_last_4", "stage_3", "seal_4", "save_2", "snapshot_2", "kept_state_3"]
+KILLED_AT = ["train_1", "add_up_4", "stage_3", "seal_4", "save_2", "snapshot_2", "kept_state_3"]
 """Method and number of the call in which the only trainer rank dies."""
 
 
@@ -62,7 +62,7 @@ def test_a_worker_that_waits_for_weights_of_a_rank_that_dies_serves_after_the_re
 
 def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path) -> None:
     def fault(worker: str, method: str, number: int) -> str | None:
-        deaths = {("trainer-0", "train_last", 4), ("trainer-0.1", "load", 1), ("trainer-0.2", "take_over", 1)}
+        deaths = {("trainer-0", "add_up", 4), ("trainer-0.1", "load", 1), ("trainer-0.2", "take_over", 1)}
         return "kill" if (worker, method, number) in deaths else None
 
     root = tmp_path / "run"
@@ -78,7 +78,7 @@ def test_a_trainer_that_always_dies_ends_the_run_by_name(recoveries: int, tmp_pa
 
     def fault(worker: str, method: str, number: int) -> str | None:
         """Step 0 is trained, and nothing after it."""
-        return "kill" if method == "train_last" and (worker, number) != ("trainer-0", 1) else None
+        return "kill" if method == "add_up" and (worker, number) != ("trainer-0", 1) else None
 
     with pytest.raises(WorkerDied, match=rf"^{re.escape(last)} died"):
         go(root, fault, **changes)
@@ -91,7 +91,7 @@ def test_deaths_after_steps_that_had_not_been_trained_before_do_not_count(tune: 
     root = tmp_path / "run"
 
     def fault(worker: str, method: str, number: int) -> str | None:
-        return "kill" if (method, number) == ("train_last", 2) else None
+        return "kill" if (method, number) == ("add_up", 2) else None
 
     if tune == "full":  # The checkpoints are of every third step, so that the same steps are trained again.
         with pytest.raises(WorkerDied):
@@ -108,13 +108,13 @@ def test_a_rollout_worker_that_cannot_forget_is_replaced(what: str, tmp_path: Pa
     """`unloaded`: it was just being replaced when the trainer died."""
 
     def fault(worker: str, method: str, number: int) -> str | None:
-        if (worker, method, number) == ("trainer-0", "train_last", 2):
+        if (worker, method, number) == ("trainer-0", "train", 2):
             return "kill"
         return what if (worker, method, number) == ("rollout-1", "clear", 1) else None
 
     async def kill_before(outside: Outside, groups: Groups) -> None:
         """A replacement is there after one second, without a model for another; the trainer dies in between."""
-        while groups["trainer"].workers[0].calls.get("train_last", 0) < 2:  # noqa: ASYNC110
+        while groups["trainer"].workers[0].calls.get("train", 0) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
         groups["rollout"].workers[1].kill()
@@ -157,5 +157,5 @@ def test_weights_of_an_earlier_attempt_are_refused(door: str, tmp_path: Path, mo
         "generates": r"train ticket \d+ .* was made with weights \w+, but version \d is \w+",
     }
     with pytest.raises((Refused, WeightsMismatch), match=sentence[door]):
-        go(tmp_path / "run", at(train_last_4="kill"))
+        go(tmp_path / "run", at(add_up_4="kill"))
     assert len(rollbacks(tmp_path / "run")) == 1

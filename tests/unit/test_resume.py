@@ -66,7 +66,7 @@ def test_an_older_checkpoint_on_purpose(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert go(root, save__keep=9) is None
     older = root / "checkpoints" / "step_2"
-    assert go(root, at(train_last_1="kill"), resume=str(older), save__keep=9) is None
+    assert go(root, at(add_up_1="kill"), resume=str(older), save__keep=9) is None
     assert rollbacks(root) == [2, 2]
     check_equal(root)
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert go(tmp_path / "other", save__keep=9) is None
     other = tmp_path / "other" / "checkpoints" / "step_4"
-    assert go(root, at(train_last_1="kill"), resume=str(other)) is None
+    assert go(root, at(add_up_1="kill"), resume=str(other)) is None
     assert rollbacks(root) == [4, 4]
     assert summary(root)["weights_digest"] == undisturbed(1).digest
 

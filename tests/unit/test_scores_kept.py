@@ -53,7 +53,7 @@ def test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores(
     assert go(tmp_path / "calm", **settings) is None
     asked.clear()
     root = tmp_path / "run"
-    dead_trainer = at(train_last_3="kill") if killed != "controller" else no_fault
+    dead_trainer = at(add_up_3="kill") if killed != "controller" else no_fault
     known: list[dict[str, Any]] = []
 
     async def kill_in_step_3(outside: Outside, groups: Groups) -> None:

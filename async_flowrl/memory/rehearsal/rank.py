@@ -127,7 +127,7 @@ def settle(worker: TrainerWorker, config: Config) -> None:
     """Brings the worker to steady state: steps without groups fill its retained versions, one Adam step its moments."""
     last = StepPlan(rows=1, update=config.trainer.updates_per_batch - 1)
     for step in range(config.live_versions):
-        worker.train(TrainRequest(step, (), last, True))
+        end_step(worker, TrainRequest(step, (), last))
     # On CUDA the optimizer's kernel is fused and has no temporary tensors.
     for group in worker.optimizer._adam.param_groups:
         group["fused"], group["foreach"] = True, False
@@ -140,7 +140,13 @@ def update(worker: TrainerWorker, config: Config) -> TrainRequest:
     request, trajectory = update_request(worker, config)
     cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
     worker.train(request, trajectory)
+    end_step(worker, TrainRequest(request.step, ()))
     return request
+
+
+def end_step(worker: TrainerWorker, request: TrainRequest) -> None:
+    worker.add_up(request)
+    worker.take_step()
 
 
 def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
@@ -176,7 +182,7 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         sampling=sampling(config),
         owners=tuple(range(len(parts))),
     )
-    return TrainRequest(worker.versions.newest, (meta,), StepPlan(rows=1), True), trajectory
+    return TrainRequest(worker.versions.newest, (meta,), StepPlan(rows=1)), trajectory
 
 
 def _advantages(config: Config) -> npt.NDArray[np.float64]:

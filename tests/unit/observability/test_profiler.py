@@ -28,7 +28,9 @@ def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:
         assert trajectory is not None
         meta = GroupMeta(0, 1, step, 0, (1.0, -1.0), ((0, 1),), (0, 1), " ", sampling(config))
         plan = StepPlan(rows=2 * len(trajectory.train_steps))
-        trainer.train(TrainRequest(step, (meta,), begins=plan, finishes=True), trajectory)
+        trainer.train(TrainRequest(step, (meta,), begins=plan), trajectory)
+        trainer.add_up(TrainRequest(step, ()))
+        trainer.take_step()
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert written == ["rollout-0-step-000001-ticket-000001.json", "trainer-0-step-000001.json"]
     names = {event["name"] for event in json.loads((tmp_path / "profile" / written[1]).read_text())["traceEvents"]}

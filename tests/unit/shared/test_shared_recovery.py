@@ -66,7 +66,7 @@ PLACES = ("generate", "train", "add_up", "take_step", "stage", "keep_local", "ke
         *((2, [first("shared-0", place, "kill", after=1)]) for place in PLACES),
         *((3, [first("shared-1", place, "kill", after=1)]) for place in PLACES[:4]),
         (1, [once("shared-0", "generate", 14, "kill")]),
-        (1, [once("shared-0", "train_last", 4, "kill")]),
+        (1, [once("shared-0", "add_up", 4, "kill")]),
         (1, [once("shared-0", "save", 2, "kill")]),
         (2, [once("shared-0", "generate", 9, "hang")]),
         (3, [once("shared-1", "keep_local", 2, "hang")]),

@@ -94,12 +94,12 @@ def test_the_death_of_a_process_ends_the_attempt_by_name(victim: int, method: st
         shared("one step off", 2, first(f"shared-{victim}", method, "kill", after=1))
 
 
-@pytest.mark.parametrize(("workers", "method"), [(1, "train_last"), (3, "train")])
+@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool(mode: str, workers: int, method: str) -> None:
+def test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool(mode: str, workers: int) -> None:
     """That call is named, and none of the tickets that wait for it."""
     with pytest.raises(DeadlineExceeded, match="update: train"):
-        shared(mode, workers, first(f"shared-{workers // 2}", method, "hang", after=1))
+        shared(mode, workers, first(f"shared-{workers // 2}", "train", "hang", after=1))
 
 
 def test_a_worker_that_has_made_other_weights_ends_the_run_by_name() -> None:

@@ -145,7 +145,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
     ]
 
     def end() -> None:
-        one.trainer.add_up(TrainRequest(0, (), finishes=True))
+        one.trainer.add_up(TrainRequest(0, ()))
         ended.append(one.trainer.take_step())
         one.trainer.sender.stage(1)
 

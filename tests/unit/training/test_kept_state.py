@@ -95,7 +95,7 @@ def test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not(mon
     worker.update.begin(1, rig.StepPlan(rows=rig.rows(given[1])))
     for meta, tickets in given[1]:
         worker.update.accumulate([meta], *tickets)
-    worker.update.add_up(rig.TrainRequest(1, (), finishes=True))
+    worker.update.add_up(rig.TrainRequest(1, ()))
     assert worker.parameters.fingerprint() == weights
     threading.Timer(0.3, goes_on.set).start()
     spans = [span.name for span in worker.take_step().spans]

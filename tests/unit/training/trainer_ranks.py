@@ -129,7 +129,6 @@ def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.
             call = sorted(mine[start : start + 3], key=lambda group: group[0].group)
             request = TrainRequest(step, tuple(meta for meta, _ in call))
             worker.train(*_for_rank(worker, request, [t for _, own in call for t in own]))
-        end = TrainRequest(step, (), finishes=True, planned=planned, probe=lowest, probe_tickets=first)
-        stats = worker.train(end, *[its_tickets[place] for place in first])
-        if isinstance(stats, UpdateStats):
-            return stats
+        end = TrainRequest(step, (), planned=planned, probe=lowest, probe_tickets=first)
+        if worker.add_up(end, *[its_tickets[place] for place in first]).overflow is None:
+            return worker.take_step()
