@@ -33,7 +33,7 @@ from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.seeds import derive, generator
 from async_flowrl.tickets.arithmetic import shape
-from async_flowrl.tickets.ticket import Ticket
+from async_flowrl.tickets.table import Ticket
 from async_flowrl.types import POLICY, TRAIN, RolloutRequest
 from benchmarks.page import markdown_table
 from checkpoint_engine import Draft

@@ -15,8 +15,7 @@ from async_flowrl.controller.placement import TICKETS_PER_WORKER
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_held_out, ask_reward, free_workers
 from async_flowrl.tickets.request import batch_of
-from async_flowrl.tickets.table import TRAIN, State, Ticket, describe
-from async_flowrl.tickets.ticket import Payload
+from async_flowrl.tickets.table import TRAIN, Payload, State, Ticket, describe
 from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, seated
 from separation.node import OtherCode

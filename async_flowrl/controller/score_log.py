@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.events import cut_unfinished_line, read_events
-from async_flowrl.tickets.ticket import Ticket
+from async_flowrl.tickets.table import Ticket
 from async_flowrl.types import Failure, Scores
 
 # Step, group, and digest of the weights. Equal keys mean equal images, except for roundings that a resume warns of.

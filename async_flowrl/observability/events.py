@@ -23,24 +23,26 @@ class EventLog:
     """Appends events to the file `path`. Thread-safe.
 
     Events are buffered. All of them are written by `flush` and `close`, by each `step` event, and by the first event
-    that comes FLUSH_SECONDS or more after the last write. `clock` gives unix seconds.
+    that comes FLUSH_SECONDS or more after the last write. `clock` and `offset` together give unix seconds.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float], *, ledger: PoolLedger | None = None) -> None:
-        self._clock, self._ledger = clock, ledger
+    def __init__(
+        self, path: Path, clock: Callable[[], float], *, offset: float = 0.0, ledger: PoolLedger | None = None
+    ) -> None:
+        self._clock, self._offset, self._ledger = clock, offset, ledger
         self._lock = threading.Lock()
         self._buffer: list[str] = []
         self._states: dict[str, str] = {}
-        self._flushed = clock()
+        self._flushed = self.now()
         cut_unfinished_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def now(self) -> float:
-        return self._clock()
+        return self._clock() + self._offset
 
     def event(self, event: str, **fields: Any) -> None:
         """Records an event of the kind `event` with the current time."""
-        now = self._clock()
+        now = self.now()
         record = {"time": now, "event": event, **fields}
         line = json.dumps(record, default=str)
         with self._lock:
@@ -64,11 +66,11 @@ class EventLog:
 
     def flush(self) -> None:
         with self._lock:
-            self._write(self._clock())
+            self._write(self.now())
 
     def close(self) -> None:
         with self._lock:
-            self._write(self._clock())
+            self._write(self.now())
             self._file.close()
 
     def _write(self, now: float) -> None:

@@ -220,10 +220,9 @@ def open_ledgers(
 ) -> Ledgers:
     """Opens event log, metrics, evaluations and monitor; removes what a resumed run's checkpoint does not know."""
     config = prepared.config
-    offset = time.time() - clock()
     pools = PoolLedger(clock)
     continued = resume.path is not None or directory.events.exists()
-    events = EventLog(directory.events, lambda: clock() + offset, ledger=pools)
+    events = EventLog(directory.events, clock, offset=time.time() - clock(), ledger=pools)
     metrics = MetricsLog(directory.metrics)
     metrics.truncate(resume.version)
     evaluations = EvaluationLog(directory.evaluations)

@@ -41,8 +41,7 @@ from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
-from async_flowrl.tickets.table import Ticket, TicketTable
-from async_flowrl.tickets.ticket import record
+from async_flowrl.tickets.table import TicketTable
 from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step, drop_newer, held_versions, written
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
@@ -349,10 +348,7 @@ def build_context(
     config = requests.config
     placement = controller_placement(config)
 
-    def changed(ticket: Ticket) -> None:
-        observer.event("ticket", **record(ticket))
-
-    table, work = TicketTable(shape(config), first_step=resume.version, on_change=changed), Signal()
+    table, work = TicketTable(shape(config), first_step=resume.version, on_change=observer.event), Signal()
     for worker in pools[ROLLOUT].workers:
         table.join(worker.name)
     return Context(
