@@ -118,11 +118,10 @@ def _found(target: str) -> tuple[Any, str, Any]:
 def find_test(path: str) -> Any:
     """Returns the test function that a path such as "tests.unit.package.module:test_name" names.
 
-    The test's folder is added to `sys.path`, so that the test can import modules beside it as in a run of pytest.
+    The test's folder is on `sys.path` meanwhile, so that the test can import modules beside it as in a run of pytest.
+    Not longer: the package tests/unit/examples would hide the folder examples/.
     """
     module_name, _, name = path.partition(":")
-    root = Path(__file__).parents[2]
-    folder = str((root / module_name.replace(".", "/")).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return getattr(importlib.import_module(module_name), name)
+    folder = str((Path(__file__).parents[2] / module_name.replace(".", "/")).parent)
+    with mock.patch.object(sys, "path", [*sys.path, folder]):
+        return getattr(importlib.import_module(module_name), name)
