@@ -1,11 +1,13 @@
 """Rows of prompt files: lines of txt and jsonl, tables of parquet files and of datasets that `save_to_disk` wrote.
 
-A row becomes Python objects only when it is read. Large files of lines stay on disk, with 16 bytes in memory for each
-line, and so do Arrow files, which are memory-mapped. The columns of a parquet file that hold no bytes are in memory.
+A row becomes Python objects only when it is read. Large files stay on disk: of each line, 16 bytes say where it is;
+tables are memory-mapped Arrow files. Parquet gives no access to single rows, so it is copied to a temporary Arrow file.
 """
 
 import json
+import mmap
 import os
+import tempfile
 from array import array
 from bisect import bisect_right
 from collections import Counter
@@ -25,6 +27,7 @@ MAX_LINE_BYTES = 64 * 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Rows of a table that are decoded, or are Python objects, at the same time.
 BATCH_ROWS = 1024
+BUFFER_BYTES = 2**20
 # Split → its names in files and datasets; the first that exists is used.
 NAMES = {TRAIN: ("train",), EVALUATION: ("test", "validation", "val", "evaluation")}
 PATTERNS = ("{}.txt", "{}.jsonl", "{}_metadata.jsonl", "{}.parquet", "{}-*-of-*.parquet", "data/{}-*-of-*.parquet")
@@ -208,7 +211,7 @@ def _table(path: Path) -> tuple[Any, list[str]]:
     import pyarrow.ipc
 
     if path.suffix == ".parquet":
-        return _parquet(path)
+        return _copied(path)
     try:
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
     except (pyarrow.ArrowException, OSError) as error:
@@ -217,22 +220,47 @@ def _table(path: Path) -> tuple[Any, list[str]]:
     return table.drop_columns(left_out), left_out
 
 
-def _parquet(path: Path) -> tuple[Any, list[str]]:
-    """Like `_table`, for a parquet file, whose other columns come into memory."""
+def _copied(path: Path) -> tuple[Any, list[str]]:
+    """Like `_table`, for a parquet file: a copy of it in an Arrow file without a name, which ends with this process."""
     import pyarrow
+    import pyarrow.ipc
     import pyarrow.parquet
     from pyarrow.types import is_dictionary
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
-            raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
-        kept = [field for field in file.schema_arrow if not _holds_bytes(field.type)]
-        table = file.read(columns=[field.name for field in kept])
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
+    if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
+        raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
+    kept = [field for field in file.schema_arrow if not _holds_bytes(field.type)]
+    # A column of categories would come with all of them in every batch.
     schema = pyarrow.schema([f.with_type(f.type.value_type) if is_dictionary(f.type) else f for f in kept])
-    return table.cast(schema), [name for name in file.schema_arrow.names if name not in schema.names]
+    try:
+        with tempfile.TemporaryFile() as copy:
+            with pyarrow.ipc.new_stream(copy, schema) as writer:
+                for batch in _batches(path, file, schema.names):
+                    columns = [c.dictionary_decode() if is_dictionary(c.type) else c for c in batch]
+                    writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
+            copy.flush()
+            mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise PromptError(
+            f"{path}: a copy of it for random access cannot be written to {tempfile.gettempdir()}: "
+            f"{first_line(error)}; the variable TMPDIR names another folder"
+        ) from error
+    pyarrow.default_memory_pool().release_unused()
+    left_out = [name for name in file.schema_arrow.names if name not in schema.names]
+    return pyarrow.ipc.open_stream(pyarrow.py_buffer(mapped)).read_all(), left_out
+
+
+def _batches(path: Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from file.iter_batches(BATCH_ROWS, columns=columns) if columns else ()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
 
 
 def _holds_bytes(kind: Any) -> bool:
