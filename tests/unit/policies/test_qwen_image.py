@@ -131,7 +131,7 @@ def test_guidance_in_one_batch_is_two_forwards_combined_and_rescaled(policy: Qwe
     with pytest.raises(ValueError, match="needs the negative prompt"):
         policy.velocity(x, sigma, positive, None, sampling(cfg=4.0))
     with pytest.raises(ValueError, match=r"rollout\.guidance_scale must be 0 for Qwen-Image, got 3\.5"):
-        policy.velocity(x, sigma, positive, None, replace(off, guidance_scale=3.5))
+        policy.check(replace(off, guidance_scale=3.5))
 
 
 def test_each_row_has_its_own_noise_level(policy: QwenImagePolicy) -> None:
