@@ -20,7 +20,6 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.messages import first_line, parsed
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
-from async_flowrl.observability.metrics import missing_terms
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.training.checkpoint import (
     RANKS,
@@ -52,7 +51,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, root: Path) -> "RunFiles":
-        """Reads the folder `root`. FileNotFoundError if the run is not finished, ValueError if a file is not JSON."""
+        """Reads a run directory. FileNotFoundError if the run is not finished, ValueError if a file is not JSON."""
         lines = (root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         metrics = [parsed(line, f"{root / 'metrics.jsonl'}:{number}") for number, line in enumerate(lines, 1)]
         summary = parsed((root / "summary.json").read_text(encoding="utf-8"), str(root / "summary.json"))
@@ -181,24 +180,6 @@ def prompts_now(root: Path, digest: str) -> str:
     return f"data.train={config.data.train} {'is unchanged' if data.train.digest == digest else 'was edited since'}"
 
 
-def reward_terms(run: RunFiles) -> str:
-    """Checks that each group trained without an optional term is counted both in events.jsonl and in metrics.jsonl."""
-    named = Counter((event["step"], event["term"]) for event in run.history if event["event"] == "unscored")
-    counted = Counter(
-        {(line["step"], term): count for line in run.metrics for term, count in missing_terms(line).items()}
-    )
-    steps = {line["step"] for line in run.metrics}
-    if differing := sorted({key for key in named | counted if named[key] != counted[key] and key[0] in steps}):
-        step, term = differing[0]
-        raise Broken(
-            f"step {step} was trained without the term {term} in {counted[step, term]} groups by metrics.jsonl, in "
-            f"{named[step, term]} by events.jsonl"
-        )
-    by_term = sum(map(missing_terms, run.metrics), Counter[str]())
-    lacking = ", ".join(f"{count} groups without the term {term}" for term, count in sorted(by_term.items()))
-    return lacking or "every group with all its terms"
-
-
 def digests(run: RunFiles) -> str:
     """Checks that the newest checkpoint is undamaged and that its masters have the digest of summary.json.
 
@@ -259,7 +240,6 @@ CHECKS: dict[str, Callable[[RunFiles], str]] = {
     "version chain": version_chain,
     "digests": digests,
     "inputs": inputs,
-    "reward terms": reward_terms,
 }
 
 

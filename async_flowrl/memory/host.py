@@ -6,8 +6,8 @@ models of rewards.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.placement import placement_of
@@ -52,57 +52,31 @@ class Hosts:
     devices: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class PoolProcesses:
-    """`count` processes of a pool with which a run can start, which need `bytes` of host memory each, on average."""
-
-    pool: str
-    count: int
-    bytes: int
-    per_node: int = 1  # Number of the processes that one node must hold (`workers_per_node`).
-
-
-def training_processes(config: Config, model: Sizes, *, on_gpus: bool) -> list[PoolProcesses]:
-    """Returns the trainer ranks and rollout workers; with `placement=shared`, the processes that are both."""
-    trainer, rollout = config.trainer, config.rollout
-    of_rank, of_rollout = ((on_gpus and pool.gpus_per_worker > 0) for pool in (trainer, rollout))
-    first, other = (rank_bytes(config, model, on_gpu=of_rank, sends=sends) for sends in (True, False))
-    of_few = first - other + copying_ranks(config) * copied_bytes(config, model)
-    rank = PROCESS_BYTES + other + of_few // trainer.num_workers
-    worker = PROCESS_BYTES + rollout_bytes(config, model, on_gpu=of_rollout)
-    both = (
-        PoolProcesses(TRAINER, trainer.num_workers, rank, trainer.workers_per_node or 1),
-        PoolProcesses(ROLLOUT, rollout.worker_bounds[0], worker, rollout.workers_per_node or 1),
-    )
-    pools = placement_of(config).pools  # A shared pool has the number of the trainer's.
-    return [replace(processes, pool=pool) for pool, processes in zip(pools, both, strict=False)]
-
-
-def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True, certain: bool = False) -> int:
+def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True) -> int:
     """Returns the bytes of a trainer rank, with `placement=shared` of a process that samples too, without its copy.
 
     `sends` is for a rank that sends versions. A rank on a GPU has only pinned buffers in host memory, one on a CPU
-    everything. `certain` is as for `host_bytes`.
+    everything. Room for versions that may never be held is left out.
     """
     shared = placement_of(config).together
     if on_gpu:
-        pinned = host_bytes(config, model, certain=certain) if sends or not model.full else 0
-        return pinned + (rollout_bytes(config, model, on_gpu=True, certain=certain) if shared else 0)
+        pinned = host_bytes(config, model, certain=True) if sends or not model.full else 0
+        return pinned + (rollout_bytes(config, model, on_gpu=True) if shared else 0)
     trainer = trainer_footprint(config, model)
     if not shared:
-        gathered = host_bytes(config, model, certain=certain) if sends and model.full and config.in_shares else 0
+        gathered = host_bytes(config, model, certain=True) if sends and model.full and config.in_shares else 0
         return trainer.resident + gathered
     both = in_one(trainer, rollout_footprint(config, model), full=model.full)
-    return both.resident + ring_bytes(config, model, pinned=False, certain=certain)
+    return both.resident + ring_bytes(config, model, pinned=False, certain=True)
 
 
-def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool, certain: bool = False) -> int:
-    """Returns the bytes of a rollout worker; `certain` is as for `host_bytes`.
+def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool) -> int:
+    """Returns the bytes of a rollout worker, without room for versions that may never be held.
 
     On a GPU it has versions in host memory with `rollout.versions_on=host`, the text encoder with
     `rollout.text_encoder=offload`, and with `cached` the network while an encoder is on the GPU.
     """
-    ring = ring_bytes(config, model, pinned=on_gpu, certain=certain)
+    ring = ring_bytes(config, model, pinned=on_gpu, certain=True)
     if not on_gpu:
         return ring + rollout_footprint(config, model).resident
     aside = {"resident": 0, "offload": model.text_parameters * model.itemsize, "cached": model.base_bytes}
@@ -135,17 +109,16 @@ def check_hosts(config: Config, hosts: Hosts) -> list[str]:
 
 def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
     """Returns a sentence on a node without enough free memory, else None. Raises ConfigError as `check_hosts` does."""
-    needs = list(needs_on(config, hosts, node))
+    model = stored_sizes(config, hosts.stored, DTYPES[config.model.dtype].itemsize)
+    needs = list(host_needs(config, model, node.workers, hosts.devices))
     memory, need = node.memory, sum(size for _, size in needs)
     refused = need > memory.total + memory.swap
     if not refused and need <= memory.free:
         return None
-    rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs)
-    listed = "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
     has = memory.total + memory.swap if refused else memory.free
     sentence = (
         f"node {node.address} has {has / GIB:.3g} GiB of memory {'and swap space' if refused else 'free'}, and the "
-        f"processes of this run on it need at least {need / GIB:.3g}: {listed}; fewer workers on a node, or "
+        f"processes of this run on it need at least {need / GIB:.3g}: {listed(needs)}; fewer workers on a node, or "
         "max_staleness=0, need less"
     )
     if refused and not config.allow_oom:
@@ -153,14 +126,22 @@ def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
     return sentence
 
 
-def needs_on(config: Config, hosts: Hosts, node: NodeProcesses) -> Iterator[tuple[str, int]]:
-    """Yields name and bytes of each process on a node that holds a part of the model."""
-    model = stored_sizes(config, hosts.stored, DTYPES[config.model.dtype].itemsize)
-    for rank in node.workers.get(TRAINER, ()):
-        size = rank_bytes(config, model, on_gpu=TRAINER in hosts.devices, sends=rank == 0, certain=True)
+def listed(needs: Iterable[tuple[str, int]]) -> str:
+    rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs)
+    return "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
+
+
+def host_needs(
+    config: Config, model: Sizes, workers: Mapping[str, Collection[int]], on_gpus: Container[str]
+) -> Iterator[tuple[str, int]]:
+    """Yields name and bytes of each process that holds a part of the model, of workers (pool → their indices).
+
+    `on_gpus` has the pools whose workers have GPUs; rollout workers of vllm_omni need not be among them.
+    """
+    for rank in workers.get(TRAINER, ()):
+        size = rank_bytes(config, model, on_gpu=TRAINER in on_gpus, sends=rank == 0)
         yield "trainer rank", size + copied_bytes(config, model) * (rank < copying_ranks(config))
     if not placement_of(config).together:
         own_process = config.rollout.engine == "vllm_omni" and config.rollout.gpus_per_worker > 0
-        for _ in node.workers.get(ROLLOUT, ()):
-            on_gpu = own_process or ROLLOUT in hosts.devices
-            yield "rollout worker", rollout_bytes(config, model, on_gpu=on_gpu, certain=True)
+        for _ in workers.get(ROLLOUT, ()):
+            yield "rollout worker", rollout_bytes(config, model, on_gpu=own_process or ROLLOUT in on_gpus)

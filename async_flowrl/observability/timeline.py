@@ -171,20 +171,14 @@ def _track_events(track: Track, number: int, start: float) -> list[dict[str, Any
 
 
 def lanes(spans: Iterable[Event]) -> list[list[Event]]:
-    """The spans distributed over lanes so that two spans of one lane are disjoint or nested, as trace viewers need."""
+    """The spans distributed over lanes so that two spans of one lane are disjoint, as trace viewers need."""
     spread: list[list[Event]] = []
-    open_ends: list[list[float]] = []
-    for span in sorted(spans, key=lambda s: (s["start"], -s["end"])):
-        for lane, ends in zip(spread, open_ends, strict=True):
-            while ends and ends[-1] <= span["start"]:
-                ends.pop()
-            if not ends or span["end"] <= ends[-1]:
-                lane.append(span)
-                ends.append(span["end"])
-                break
-        else:
+    for span in sorted(spans, key=lambda s: s["start"]):
+        free = next((lane for lane in spread if lane[-1]["end"] <= span["start"]), None)
+        if free is None:
             spread.append([span])
-            open_ends.append([span["end"]])
+        else:
+            free.append(span)
     return spread
 
 

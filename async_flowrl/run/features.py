@@ -1,4 +1,4 @@
-"""Software and devices as torch sees them, and optional features: what each needs, and which pools need it."""
+"""Software and devices as torch sees them, and optional features: and what needs them."""
 
 import platform
 import re
@@ -9,14 +9,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import ROLLOUT, held_out_by_pool, scoring_pools, served_terms, server_pool
+from async_flowrl.config.pools import served_terms
 from async_flowrl.config.schema import Config
 from async_flowrl.rollout.vllm_omni.settings import check_installed
 from async_flowrl.run.findings import FAILED, SKIPPED, WARNING, Finding, verdict
-from async_flowrl.run.machines import GIB, PACKAGES, Machine, importable, room_for, version
+from async_flowrl.run.machines import GIB, PACKAGES, Machine, everywhere, importable, version
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport
-from separation.group import PoolSpec
 
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")  # Distributions that provide the module cupy.
 # First compute capability whose tensor cores multiply bfloat16; least free share of the memory of a device that no
@@ -53,8 +51,7 @@ def device_findings() -> Iterator[Finding]:
 class Feature:
     what: str  # Its purpose.
     check: Callable[[], object]  # Raises ValueError, with what to install, if this machine lacks its software.
-    # Returns the names of the pools whose workers need it in a configuration; empty if none does.
-    needed_by: Callable[[Config], Sequence[str]]
+    needed_by: Callable[[Config], bool]  # Whether workers need it in a configuration.
     on_device: bool = False  # True if it also needs a GPU.
 
     def lack(self) -> str | None:
@@ -71,33 +68,30 @@ def modules(extra: str, *names: str) -> None:
         raise ValueError(f"no {' and no '.join(absent)}: pip install 'async-flowrl[{extra}]'")
 
 
-def weights_by(transport: str, config: Config) -> list[str]:
-    return list(placement_of(config).pools) if config.checkpoint_engine.transport == transport else []
+def scored_by_hps(config: Config) -> bool:
+    terms = [*config.reward.terms.items(), *config.evaluate.reward.terms.items()]
+    return any((term.name or key) in HPS_REWARDS for key, term in terms)
 
 
-def made_by_vllm_omni(config: Config) -> list[str]:
-    return [ROLLOUT] if config.rollout.engine == "vllm_omni" else []
+def own_servers(config: Config) -> bool:
+    commands = [serve.command or () for _, serve in served_terms(config)]
+    texts = (words if isinstance(words, str) else " ".join(map(str, words)) for words in commands)
+    return any(map(OWN_SERVER.match, texts))
 
 
-def scored_by_hps(config: Config) -> list[str]:
-    held_out, pools = held_out_by_pool(config), scoring_pools(config)
-    terms = {pool.name: {**pool.config(config.reward).terms, **held_out.get(pool.name, {})} for pool in pools}
-    return [
-        pool for pool, rewards in terms.items() if any((one.name or key) in HPS_REWARDS for key, one in rewards.items())
-    ]
-
-
-def own_servers(config: Config) -> list[str]:
-    commands = {term: serve.command or () for term, serve in served_terms(config)}
-    texts = {term: words if isinstance(words, str) else " ".join(map(str, words)) for term, words in commands.items()}
-    return [server_pool(term) for term, text in texts.items() if OWN_SERVER.match(text)]
+def transport(name: str) -> Feature:
+    """Returns what weights that are sent by a transport need."""
+    check = partial(resolve_transport, name, "cuda")
+    return Feature(f"transport {name}", check, lambda config: config.checkpoint_engine.transport == name, True)
 
 
 # Name of an optional feature → the feature.
 FEATURES = {
-    "NCCL": Feature("transport nccl", partial(resolve_transport, NCCL, "cuda"), partial(weights_by, NCCL), True),
-    "cupy": Feature("transport pynccl", partial(resolve_transport, PYNCCL, "cuda"), partial(weights_by, PYNCCL), True),
-    "vllm-omni": Feature("rollout.engine=vllm_omni", check_installed, made_by_vllm_omni),
+    "NCCL": transport(NCCL),
+    "cupy": transport(PYNCCL),
+    "vllm-omni": Feature(
+        "rollout.engine=vllm_omni", check_installed, lambda config: config.rollout.engine == "vllm_omni"
+    ),
     "serve-rewards": Feature("extra serve", partial(modules, "serve", *SERVE_MODULES), own_servers),
     "reward hps": Feature("extra hps", partial(modules, "hps", "ftfy"), scored_by_hps),
 }
@@ -108,8 +102,8 @@ def missing(names: Sequence[str]) -> dict[str, str]:
     return {name: lack for name in names if (lack := FEATURES[name].lack()) is not None}
 
 
-def needed(config: Config) -> dict[str, Sequence[str]]:
-    return {name: pools for name, feature in FEATURES.items() if (pools := feature.needed_by(config))}
+def needed(config: Config) -> list[str]:
+    return [name for name, feature in FEATURES.items() if feature.needed_by(config)]
 
 
 def optional_finding(name: str, config: Config | None) -> Finding:
@@ -125,22 +119,13 @@ def optional_finding(name: str, config: Config | None) -> Finding:
     return verdict(f"optional {name}", lack or f"here, for {feature.what}", (lack is not None, status, why))
 
 
-def feature_findings(config: Config, specs: Sequence[PoolSpec], machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Yields one finding per optional feature that the configuration needs on a cluster."""
-    # It is a failure if a node lacks the feature and has room for a worker that needs it, because Ray may choose that
-    # node. Other nodes need nothing: the head of a cluster of GPUs, for example, need not have cupy.
-    room = {spec.name: room_for(spec, machines) for spec in specs}
-    for name, pools in needed(config).items():
-        feature = FEATURES[name]
-        homes = {one.name: [pool for pool in pools if one in room[pool]] for one in machines}
-        sentence = "; ".join(
-            f"{one.name} (room for {', '.join(homes[one.name])}): {one.lacks.get(name, 'no GPU')}"
-            for one in machines
-            if homes[one.name] and (name in one.lacks or (feature.on_device and not one.has_gpu))
-        )
-        everywhere = f"on every node with room for workers that need it, for {feature.what}"
-        homeless = not any(homes.values()), SKIPPED, "no node has such room"
-        advice = f"needed for {feature.what}: install it there, or start Ray there without room"
-        yield verdict(
-            f"optional {name} on the nodes", sentence or everywhere, homeless, (bool(sentence), FAILED, advice)
-        )
+def feature_findings(config: Config, machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Yields one finding per optional feature that the configuration needs, with the nodes that lack it."""
+    # Lacking on some nodes is a warning, because they may have no room for a worker that needs it.
+    for name in needed(config):
+        what = FEATURES[name].what
+        lacking = [f"{one.name}: {one.lacks[name]}" for one in machines if name in one.lacks]
+        advice = f"needed for {what}: install it there, or start Ray there without room for workers that need it"
+        status = FAILED if len(lacking) == len(machines) else WARNING
+        sentence = "; ".join(lacking) or f"on {everywhere(machines)}, for {what}"
+        yield verdict(f"optional {name} on the nodes", sentence, (bool(lacking), status, advice))

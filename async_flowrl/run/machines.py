@@ -74,10 +74,6 @@ class Machine:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def has_gpu(self) -> bool:
-        return bool(self.facts["gpus"]) or (self.resources or {}).get("GPU", 0) > 0
-
-    @property
     def object_store(self) -> float:
         """Bytes of the object store; without a cluster, the size that Ray would choose."""
         most = min(LARGEST_STORE, max(SMALL_STORE, SHM_SHARE * self.facts["shm"]))

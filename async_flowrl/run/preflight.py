@@ -13,7 +13,6 @@ from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.memory import devices, host
 from async_flowrl.memory.footprints import MemoryPlan, plan_memory
-from async_flowrl.memory.host import PROCESS_BYTES, PoolProcesses
 from async_flowrl.memory.trainer_layout import resolved
 from async_flowrl.run import features
 from async_flowrl.run import machines as nodes
@@ -89,7 +88,7 @@ def on_cluster(prepared: Prepared, here: Machine, request: FactsRequest, least: 
             yield verdict("Ray", f"{len(probe.nodes)} nodes at {address}", (len(probe.nodes) < least, FAILED, advice))
             yield nodes.seats(specs, probe.nodes)
             machines = []
-            reports, lacks = probe.run(FACTS, request), probe.run(MISSING, list(features.needed(config)))
+            reports, lacks = probe.run(FACTS, request), probe.run(MISSING, features.needed(config))
             for node in probe.nodes:
                 answers, store = (reports[node.id], lacks[node.id]), node.resources.get("object_store_memory", 0.0)
                 if errors := [answer for answer in answers if isinstance(answer, Exception)]:
@@ -98,7 +97,7 @@ def on_cluster(prepared: Prepared, here: Machine, request: FactsRequest, least: 
                     machines.append(Machine(node.name, answers[0], store, node.resources, answers[1]))
             yield from map(nodes.machine_finding, machines)
             yield from nodes.same_findings(here.facts, machines)
-            yield from features.feature_findings(config, specs, machines)
+            yield from features.feature_findings(config, machines)
             yield from judged(prepared, here, machines, probe) if machines else ()
     except (ResourcesMissing, ConnectionError, RuntimeError) as error:
         yield Finding("Ray", FAILED, f"runtime.address={address}: {str(error).partition(chr(10))[0]}", START)
@@ -115,7 +114,7 @@ def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], probe
     else:
         version = plan.model.version_bytes
         on_gpus = any(machine.facts["gpus"] for machine in machines)
-        yield memory_finding(host_processes(config, plan, on_gpus=on_gpus), machines)
+        yield memory_finding(memory_needs(config, plan, on_gpus=on_gpus), machines)
         yield store_finding(plan.payload, machines)
         yield from disk_findings(config, plan, here, machines)
     if probe is not None:
@@ -146,25 +145,26 @@ def device_finding(config: Config, specs: Sequence[PoolSpec], machines: Sequence
     return verdict("devices", "; ".join(warnings) or sentence, (bool(warnings), WARNING, WARNED))
 
 
-def host_processes(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[PoolProcesses]:
-    scoring = (PoolProcesses(pool.name, pool.workers, PROCESS_BYTES) for pool in scoring_pools(config))
-    kept = PROCESS_BYTES + host.KEPT_BY_CONTROLLER * plan.snapshot * config.keeps_state
-    training = host.training_processes(config, plan.model, on_gpus=on_gpus)
-    return [*training, *scoring, PoolProcesses("controller", 1, kept)]
+def memory_needs(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[tuple[str, int]]:
+    """Returns name and bytes of host memory of each process with which a run can start."""
+    shares = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
+    workers = {TRAINER: range(config.trainer.num_workers), ROLLOUT: range(config.rollout.worker_bounds[0])}
+    with_gpus = [pool for pool, gpus in shares.items() if on_gpus and gpus > 0]
+    needs = [
+        *host.host_needs(config, plan.model, workers, with_gpus),
+        *((pool.name, 0) for pool in scoring_pools(config) for _ in range(pool.workers)),
+        ("controller", host.KEPT_BY_CONTROLLER * plan.snapshot * config.keeps_state),
+    ]
+    return [(title, host.PROCESS_BYTES + size) for title, size in needs]
 
 
-def memory_finding(planned: Sequence[PoolProcesses], machines: Sequence[Machine]) -> Finding:
-    needed, free = (
-        sum(process.count * process.bytes for process in planned),
-        sum(one.facts["memory"] for one in machines),
-    )
-    alone = max(process.per_node * process.bytes for process in planned) > max(one.facts["memory"] for one in machines)
-    counted = " + ".join(
-        f"{process.count} × {process.pool} {process.bytes / GIB:.1f}" for process in planned if process.count
-    )
-    sentence = f"{needed / GIB:.1f} GiB planned ({counted}), {free / GIB:.1f} free on {nodes.everywhere(machines)}"
+def memory_finding(needs: Sequence[tuple[str, int]], machines: Sequence[Machine]) -> Finding:
+    needed, free = sum(size for _, size in needs), [machine.facts["memory"] for machine in machines]
+    alone = max(size for _, size in needs) > max(free)
+    counted, where = host.listed(needs), nodes.everywhere(machines)
+    sentence = f"{needed / GIB:.1f} GiB planned ({counted}), {sum(free) / GIB:.1f} free on {where}"
     advice = "fewer workers, a smaller batch, or machines with more: `async-flowrl plan --memory` shows the parts"
-    return verdict("memory", sentence, (needed > free or alone, FAILED, advice))
+    return verdict("memory", sentence, (needed > sum(free) or alone, FAILED, advice))
 
 
 def store_finding(payload: int, machines: Sequence[Machine]) -> Finding:

@@ -8,10 +8,7 @@ from async_flowrl import main as program
 from async_flowrl.cli import doctor
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import compose_config
-from async_flowrl.memory.footprints import plan_memory
-from async_flowrl.memory.host import PoolProcesses
 from async_flowrl.run import machines as told
-from async_flowrl.run.preflight import host_processes
 
 LOCAL = ("runtime.backend=local", "total_steps=1", "evaluate.before_training=false", "model.tiny.layers=1")
 
@@ -52,15 +49,6 @@ def test_preflight_refuses_before_anything_is_written(
     said = capsys.readouterr().err
     assert "preflight: 2 of" in said and "  failed   memory: " in said and "  failed   object store: " in said
     assert not (tmp_path / "run").exists()
-
-
-def processes(*words: str, on_gpus: bool = False) -> list[PoolProcesses]:
-    config = compose_config("sync", words)
-    return host_processes(config, plan_memory(config), on_gpus=on_gpus)
-
-
-def memory(*words: str, on_gpus: bool = False) -> int:
-    return sum(process.total for process in processes(*words, on_gpus=on_gpus))
 
 
 def test_two_steps_are_trained_where_nothing_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

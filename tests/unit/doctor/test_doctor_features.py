@@ -1,15 +1,11 @@
-"""Tests of optional features: the pools that need one, and the nodes that lack it and have room for their workers."""
-
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+"""Tests of optional features: which a configuration needs, and the nodes that lack it."""
 
 import pytest
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.run.features import feature_findings, needed
-from async_flowrl.run.findings import FAILED, OK, WARNING, Finding
+from async_flowrl.run.findings import FAILED, OK, WARNING
 from async_flowrl.run.machines import Machine, seats
 from separation.cluster_probe import Node
 from separation.group import PoolSpec
@@ -28,51 +24,38 @@ def config(*words: str) -> Config:
     return made
 
 
-def node(name: str, **resources: float) -> Machine:
-    return Machine(name, {"gpus": []}, resources={"CPU": 8.0, **resources})
-
-
-def found(given: Config, machines: list[Machine], lacks: Mapping[str, Mapping[str, str]]) -> dict[str, Finding]:
-    """Subject without its end → the finding; `lacks` holds the nodes that lack something."""
-    told = [replace(machine, lacks=lacks.get(machine.name, {})) for machine in machines]
-    findings = feature_findings(given, POOLS, told)
-    return {finding.name.removesuffix(" on the nodes"): finding for finding in findings}
-
-
 @pytest.mark.parametrize(
     ("words", "features"),
     [
-        ((), {}),
-        (("rollout.engine=vllm_omni",), {"vllm-omni": ["rollout"]}),
-        (("checkpoint_engine.transport=pynccl",), {"cupy": ["trainer", "rollout"]}),
-        (("checkpoint_engine.transport=nccl", "placement=shared"), {"NCCL": ["shared"]}),
-        (("+reward.terms.hps={name: hpsv2, workers: 1}",), {"reward hps": ["reward/hps"]}),
-        (("+evaluate.reward.terms.hps={name: hpsv2.1}",), {"reward hps": ["reward"]}),
-        ((f"+{OWN}",), {}),
-        ((f"+reward.terms.far={{serve: {OUR_SERVER}}}",), {"serve-rewards": ["server/far"]}),
-        (("+reward.terms.far={serve: {command: 'uv run serve-rewards --port {port}'}}",), {}),
+        ((), []),
+        (("rollout.engine=vllm_omni",), ["vllm-omni"]),
+        (("checkpoint_engine.transport=pynccl",), ["cupy"]),
+        (("checkpoint_engine.transport=nccl",), ["NCCL"]),
+        (("+reward.terms.hps={name: hpsv2, workers: 1}",), ["reward hps"]),
+        (("+evaluate.reward.terms.hps={name: hpsv2.1}",), ["reward hps"]),
+        ((f"+{OWN}",), []),
+        ((f"+reward.terms.far={{serve: {OUR_SERVER}}}",), ["serve-rewards"]),
+        (("+reward.terms.far={serve: {command: 'uv run serve-rewards --port {port}'}}",), []),
     ],
     ids=str,
 )
-def test_a_feature_is_needed_by_the_pools_whose_workers_use_it(
-    words: tuple[str, ...], features: dict[str, Any]
-) -> None:
+def test_what_a_configuration_needs(words: tuple[str, ...], features: list[str]) -> None:
     assert needed(config(*words)) == features
 
 
-def test_nodes_with_room_for_a_worker_must_have_what_it_needs() -> None:
+def test_nodes_that_lack_what_is_needed_are_named() -> None:
     given = config("checkpoint_engine.transport=pynccl", "+reward.terms.hps={name: hpsv2}")
-    head, first, second = node("head"), node("first", GPU=4), node("second", GPU=4)
-    no_cupy = {"cupy": "no cupy: pip install"}
-    fine = found(given, [head, first, second], {"head": no_cupy})
-    assert fine["optional cupy"].status == OK
-    assert fine["optional reward hps"].status == OK
-    lacks = {"second": no_cupy, "head": {**no_cupy, "reward hps": "no ftfy: pip install"}}
-    wrong = found(given, [head, first, second], lacks)
-    assert {finding.status for finding in wrong.values()} == {FAILED}
-    assert wrong["optional cupy"].sentence == "second (room for trainer, rollout): no cupy: pip install"
-    assert wrong["optional reward hps"].sentence == "head (room for reward): no ftfy: pip install"
-    assert "extra hps" in wrong["optional reward hps"].advice
+    lacks = {"head": {"cupy": "no cupy: pip install"}, "first": {"cupy": "no cupy: pip install"}}
+
+    def statuses(*names: str) -> list[str]:
+        machines = [Machine(name, {}, lacks=lacks.get(name, {})) for name in names]
+        return [finding.status for finding in feature_findings(given, machines)]
+
+    assert statuses("second", "third") == [OK, OK]
+    assert statuses("head", "second") == [WARNING, OK]
+    assert statuses("head", "first") == [FAILED, OK]
+    machines = [Machine(name, {}, lacks=lacks.get(name, {})) for name in ("head", "second")]
+    assert next(feature_findings(given, machines)).sentence.startswith("head: ")
 
 
 def test_workers_find_a_place_now_or_later_or_never() -> None:

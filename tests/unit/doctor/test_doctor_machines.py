@@ -8,7 +8,6 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import plan_memory
-from async_flowrl.memory.host import PoolProcesses
 from async_flowrl.run.findings import FAILED, OK, WARNING, Finding
 from async_flowrl.run.machines import Machine, broadcast_finding, machine_finding, same_findings
 from async_flowrl.run.preflight import (
@@ -19,7 +18,7 @@ from async_flowrl.run.preflight import (
 )
 
 GB = 10**9
-PROCESSES = (PoolProcesses("trainer", 2, 4 * GB), PoolProcesses("rollout", 2, 3 * GB))
+PROCESSES = [("trainer rank", 4 * GB)] * 2 + [("rollout worker", 3 * GB)] * 2
 
 
 def machine(name: str = "a", **changes: Any) -> Machine:
@@ -59,14 +58,12 @@ def test_equal_nodes_are_ok_and_the_one_that_differs_is_named() -> None:
     assert found["modules of your own"].sentence == "not found: my_rewards on b"
 
 
-def test_memory_is_enough_altogether_and_for_the_workers_of_a_node() -> None:
+def test_memory_is_enough_altogether_and_for_the_largest_process() -> None:
     assert memory_finding(PROCESSES, [machine()]).status == OK
     assert memory_finding(PROCESSES, [machine(memory=10 * GB)]).status == FAILED
     assert memory_finding(PROCESSES, [machine(name, memory=int(3.5 * GB)) for name in "abcde"]).status == FAILED
     nodes = [machine(name, memory=10 * GB) for name in "abc"]
     assert memory_finding(PROCESSES, nodes).status == OK
-    on_one = (PoolProcesses("trainer", 2, 4 * GB), PoolProcesses("rollout", 4, 3 * GB, per_node=4))
-    assert memory_finding(on_one, nodes).status == FAILED
 
 
 @pytest.mark.parametrize(

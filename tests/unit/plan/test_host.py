@@ -7,15 +7,15 @@ import pytest
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
+from async_flowrl.memory.footprints import host_bytes, ring_bytes
 from async_flowrl.memory.host import (
     KEPT_BY_RANK,
     Hosts,
     NodeProcesses,
     check_hosts,
     copied_bytes,
-    needs_on,
+    host_needs,
     rank_bytes,
-    rollout_bytes,
 )
 from async_flowrl.memory.model_sizes import Sizes, stored_sizes
 from async_flowrl.policies.stored import StoredElements
@@ -53,7 +53,7 @@ def on(*nodes: NodeProcesses, gpus: bool = True) -> Hosts:
 
 
 def needed(given: Config, of: NodeProcesses, *, gpus: bool = True) -> list[int]:
-    return [size for _, size in needs_on(given, on(of, gpus=gpus), of)]
+    return [size for _, size in host_needs(given, sizes(given), of.workers, on(gpus=gpus).devices)]
 
 
 def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None:
@@ -62,15 +62,15 @@ def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None
     assert needed(config(), node(1e12)) == [2 * VERSION + copy, 0, 2 * VERSION, 2 * VERSION]
     assert needed(config("total_steps=1"), node(1e12)) == [VERSION + copy, 0, VERSION, VERSION]
     planned = config()
-    assert rank_bytes(planned, sizes(planned), on_gpu=True) == 4 * VERSION, "with two under way"
-    assert rollout_bytes(planned, sizes(planned), on_gpu=True) == 4 * VERSION
+    assert host_bytes(planned, sizes(planned)) == 4 * VERSION, "with two under way"
+    assert ring_bytes(planned, sizes(planned)) == 4 * VERSION
 
 
 def test_in_shares_every_rank_copies_its_own_and_the_first_one_sends() -> None:
     copy = (12 * ELEMENTS + 2 * VERSION) // 2
     assert needed(config("trainer.shard=full"), node(1e12, trainer=(0, 1))) == [VERSION + copy, copy]
     planned = config("trainer.shard=full")
-    assert rank_bytes(planned, sizes(planned), on_gpu=True) == 3 * VERSION, "newest, gathered, gathered once more"
+    assert host_bytes(planned, sizes(planned)) == 3 * VERSION, "newest, gathered, gathered once more"
     assert rank_bytes(planned, sizes(planned), on_gpu=True, sends=False) == 0
 
 
@@ -93,7 +93,7 @@ def test_on_a_cpu_everything_is_in_host_memory() -> None:
     small = Hosts((node(1.0),), replace(STORED, transformer={"blocks.0.a": 300_000_000}), {})
     given = config()
     model = stored_sizes(given, small.stored, 2)
-    assert rollout_bytes(given, model, on_gpu=True) == 4 * pinned_bytes(model.version_bytes)
+    assert ring_bytes(given, model) == 4 * pinned_bytes(model.version_bytes)
 
 
 def test_the_first_rank_of_a_lora_counts_the_states_that_are_retained_and_written() -> None:
