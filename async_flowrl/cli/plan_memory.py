@@ -15,40 +15,31 @@ from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import describe_gpus, gpus_taken, judged, processes
-from async_flowrl.memory.footprints import GIB, MARGIN_SHARE, RUNTIME_BYTES, MemoryPlan, plan_memory
+from async_flowrl.memory.footprints import GIB, MemoryPlan, plan_memory
 from async_flowrl.memory.model_sizes import at_largest
 from async_flowrl.memory.trainer_layout import on_devices, resolved
 from separation.text_table import format_table
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
-    """Returns the plan as text: a table per kind of process, and whether each fits (GiB: 2**30 bytes; GB: 10**9)."""
-    model = plan.model
-    sections = [
+    """Returns the plan as text: what each kind of process needs on its device and whether it fits, and other sizes."""
+    model, size = plan.model, in_pixels(parse_resolution(config.rollout.resolution))
+    title = (
         f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks, "
-        f"{model.adapter_parameters / 1e6:.1f} M trained, {model.version_bytes / 1e6:.0f} MB per version, images of "
-        f"{in_pixels(parse_resolution(config.rollout.resolution))}",
-        "",
-    ]
-    for process in processes(config):
-        title, footprint = process.title, process.footprint
-        rows = [(name, f"{size / GIB:.2f}") for name, size in footprint.parts.items()]
-        extra = footprint.total - sum(footprint.parts.values())
-        rows.append((f"margin {MARGIN_SHARE:.0%} and {RUNTIME_BYTES / GIB:.1f} of runtime", f"{extra / GIB:.2f}"))
-        rows.append(("together", f"{footprint.total / GIB:.2f}"))
-        sections += [format_table((title, "GiB"), rows), ""]
-    host = {
-        "pinned by a trainer rank": plan.host,
-        "copied by a trainer rank for a checkpoint": plan.snapshot,
-        "versions of a rollout worker": plan.ring,
-    }
-    sections += [format_table(("host memory", "GiB"), [(name, f"{size / GIB:.2f}") for name, size in host.items()]), ""]
-    payload = (
-        f"{plan.ticket_bytes / 1e6:.1f} MB per ticket, at most {plan.payload / 1e9:.2f} GB in the object store, "
-        f"{plan.sent_weights / 1e9:.2f} of them weights on their way to rollout workers"
+        f"{model.adapter_parameters / 1e6:.1f} M trained, images of {size}"
     )
     verdicts = [judged(process, config, round(device_gib * GIB)) for process in processes(config)]
-    return "\n".join([*sections, payload, *verdicts, describe_gpus(config)]) + "\n"
+    sizes = {
+        "host memory pinned by a trainer rank": plan.host,
+        "host memory copied by a trainer rank for a checkpoint": plan.snapshot,
+        "host memory with versions of a rollout worker": plan.ring,
+        "version": model.version_bytes,
+        "ticket": plan.ticket_bytes,
+        "object store, at most": plan.payload,
+        "of it weights on their way to rollout workers": plan.sent_weights,
+    }
+    table = format_table(("also", "GB"), [(name, f"{size / 1e9:.3f}") for name, size in sizes.items()])
+    return "\n".join([title, "", *verdicts, "", table, "", describe_gpus(config)]) + "\n"
 
 
 def all_fit(config: Config, device_gib: float) -> bool:

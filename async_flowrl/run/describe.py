@@ -4,10 +4,7 @@ import logging
 import os
 from pathlib import Path
 
-import torch
-
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.observability.terminal import named_lines
@@ -15,7 +12,6 @@ from async_flowrl.run.nodes import LABEL_CHARACTERS
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
-from separation.text_table import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +36,7 @@ def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> 
 
 
 def dry_run_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:
-    """Returns the text that `dry_run` prints: the first lines, tickets, payload in MB, warnings, a table of pools."""
+    """Returns the text that `dry_run` prints: the first lines, what follows from the settings, and warnings."""
     config, plan = prepared.config, shape(prepared.config)
     payload = stored_bytes(prepared.at_largest, prepared.shapes) / 1e6
     guidance = config.rollout.guidance_scale or config.rollout.true_cfg_scale
@@ -51,20 +47,7 @@ def dry_run_lines(prepared: Prepared, directory: Path, resume: Resume = START) -
         ("payload", f"at most {payload:.1f} MB in the object store"),
     ]
     warnings = "".join(f"WARNING: {sentence}\n" for sentence in doubts_of(prepared))
-    terms = {pool.name: f" ({', '.join(pool.terms)})" for pool in scoring_pools(config)}
-    table = [
-        (
-            spec.name,
-            spec.size,
-            f"{spec.gpus_per_worker:g}",
-            spec.threads,
-            spec.factory.rpartition(":")[2] + terms.get(spec.name, ""),
-        )
-        for spec in pools(prepared)
-    ]
-    headers = ("pool", "workers", "GPUs each", "threads", "hosts")
-    lines = first_lines(prepared, directory, resume) + named_lines(rows, LABEL_CHARACTERS)
-    return f"{lines}{warnings}{format_table(headers, table)}\n"
+    return f"{first_lines(prepared, directory, resume)}{named_lines(rows, LABEL_CHARACTERS)}{warnings}"
 
 
 def resumed(resume: Resume) -> Rows:
@@ -112,32 +95,15 @@ def model_of(prepared: Prepared) -> str:
 
 def devices(prepared: Prepared) -> str:
     config = prepared.config
-    clauses = [
-        f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, gpus(config))}"
-        for spec in pools(prepared)
-    ]
-    where = {"local": "threads of this process"}.get(config.runtime.backend, "")
-    where = where or ("this machine" if config.runtime.address is None else f"cluster {config.runtime.address}")
+    clauses = [f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads)}" for spec in pools(prepared)]
+    where = "this machine" if config.runtime.address is None else f"cluster {config.runtime.address}"
+    where = "threads of this process" if config.runtime.in_threads else where
     return f"{', '.join(clauses)}{placement_of(config).note} ({where})"
 
 
-def seat(gpus_per_worker: float, threads: int, gpus: float | None) -> str:
-    """Describes the resources of one worker. `gpus`: number of GPUs there are, None if only the cluster knows it."""
-    cores = f"{threads} CPU thread{'s' * (threads > 1)}"
-    if gpus_per_worker == 0 or gpus == 0:
-        return cores
-    gpu = f"{gpus_per_worker:g} GPU{'s' * (gpus_per_worker > 1)}"
-    return gpu if gpus is not None else f"{gpu}, if it has any"
-
-
-def gpus(config: Config) -> float | None:
-    if config.runtime.in_threads:
-        return float(torch.cuda.device_count())
-    if config.runtime.address is not None:
-        return None
-    from separation.ray_internals import gpus_here
-
-    return gpus_here()
+def seat(gpus_per_worker: float, threads: int) -> str:
+    gpus = f" + {gpus_per_worker:g} GPU{'s' * (gpus_per_worker > 1)} if any" if gpus_per_worker else ""
+    return f"{threads} CPU thread{'s' * (threads > 1)}{gpus}"
 
 
 def training(prepared: Prepared) -> str:
