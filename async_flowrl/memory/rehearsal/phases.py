@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -121,8 +121,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         kwargs = kwargs or {}
+        # The two most frequent kinds of calls make no storage, and the ways of FakeTensorMode take long for them.
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
+            return _view(func, args, kwargs)
         out = func(*args, **kwargs)
-        for tensor in tree_leaves(out):
+        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()
             if isinstance(tensor, Tensor) and self.counts(tensor):
@@ -132,13 +137,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether the storage counts as device memory: not on the meta device, and not made inside `aside`."""
-        return not self._aside and not tensor.is_meta
+        """Whether the storage is to be counted: not on the meta device, not made inside `aside`, and new."""
+        return not self._aside and not _on_meta(tensor) and tensor.untyped_storage()._cdata not in self._sizes
 
     def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
         key = storage._cdata
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        if key not in self._sizes and all(tensor.untyped_storage()._cdata != key for tensor in tensors):
+        if all(tensor.untyped_storage()._cdata != key for tensor in tensors):
             self._add(storage, storage.nbytes())
 
     def _add(self, storage: Any, size: int) -> None:
@@ -173,8 +178,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase.kernels[flops, moved, dtype] += 1
 
 
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    # Makes the view of a fake tensor without FakeTensorMode, whose cache takes longer than a view.
+    mode, device = args[0].fake_mode, args[0].fake_device
+    with in_kernel_invocation_manager(mode):
+        out = func(*args, **kwargs)
+    return (
+        FakeTensor(mode, out, device) if isinstance(out, Tensor) else [FakeTensor(mode, each, device) for each in out]
+    )
+
+
+def _on_meta(tensor: Tensor) -> bool:
+    # A fake tensor knows its own device, and asking torch for it takes long.
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "meta"
+
+
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not _on_meta(leaf)]
 
 
 def _bytes(tensor: Tensor) -> int:
