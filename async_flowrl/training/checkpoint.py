@@ -206,7 +206,7 @@ def read_controller(path: Path) -> dict[str, Any]:
     return controller
 
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
 FOLDER = "shards"  # Folder of a checkpoint with the files of all ranks, where each has a share of the weights.
 # Name of a file with the share of a rank; the group is the rank.

@@ -11,6 +11,7 @@ import torch
 
 from async_flowrl.training.checkpoint import (
     Checkpoint,
+    FORMAT,
     DamagedCheckpoint,
     checkpoint_step,
     find_checkpoint,
@@ -63,6 +64,14 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint(tmp_path) == tmp_path / "step_1"
     assert "step_2" in caplog.text and "trying an older one" in caplog.text
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_that_name(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1, small(), keep=1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": FORMAT - 1}))
+    with pytest.raises(DamagedCheckpoint, match=f"has format {FORMAT - 1}, this version reads {FORMAT}"):
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("call", range(1, 12))
