@@ -1,8 +1,4 @@
-"""checkpoint_engine sends versions of named tensors from one sender to many receivers and verifies what arrives.
-
-A Publisher holds the sender's versions, a Receiver those of one receiver; a Delivery, in the controlling process, moves
-versions between them. docs/checkpoint_engine.md explains it.
-"""
+"""checkpoint_engine sends versions of named tensors from one sender to many receivers (docs/checkpoint_engine.md)."""
 
 from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, DeliveryOptions, Draft, Header
 from checkpoint_engine.binding_proof import (

@@ -41,7 +41,6 @@ class Draft:
         return f"version {self.version} of stream {self.stream}"
 
     def sealed(self, digests: tuple[bytes, ...]) -> "Header":
-        """Returns the header of a version whose tensors have these digests, in layout order."""
         scaling = repr(self.alpha), repr(self.rank)
         digest = combine([self.stream, str(self.version), self.layout.hash, *scaling, *digests])
         return Header(self.stream, self.version, self.layout, self.alpha, self.rank, digests, digest)

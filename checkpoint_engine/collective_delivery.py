@@ -107,7 +107,6 @@ class CollectiveBroadcast:
         return self._members if stays else tuple(self._chosen(idle))
 
     def _chosen(self, receivers: Sequence[ReceiverEndpoint]) -> list[ReceiverEndpoint]:
-        """Returns all receivers, or, of more than `max_members`, one per node, preferably a present member."""
         if not self.has_leaders(len(receivers)):
             return list(receivers)
         here = [receiver for receiver in self._members if receiver in receivers]

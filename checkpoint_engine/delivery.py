@@ -65,10 +65,7 @@ class Job:
 
 
 class ReceiverQueue:
-    """Sends versions to one receiver, in order; its task starts at once in the running loop.
-
-    A version is sent until it is acknowledged or all retries have failed; then the receiver must be replaced.
-    """
+    """Sends versions to one receiver, in order, each until it is acknowledged or all retries have failed."""
 
     def __init__(self, endpoint: ReceiverEndpoint, delivery: "Delivery") -> None:
         self.endpoint, self._delivery = endpoint, delivery
@@ -187,10 +184,7 @@ class Delivery:
         broadcast: CollectiveBroadcast | None = None,
         on_ack: Callable[[str, Ack], None] = lambda name, ack: None,
     ) -> None:
-        """`replace(name, error)` is awaited after a receiver was given up; its successor must be added by `join`.
-
-        `on_ack(receiver name, ack)` is called in the loop for every acknowledgement.
-        """
+        """`replace(name, error)` is awaited after a receiver was given up; `join` must then add its successor."""
         self.stats = DeliveryStats()
         self._sender, self._replace, self._broadcast, self.on_ack = sender, replace, broadcast, on_ack
         self.options = options or DeliveryOptions()
@@ -310,7 +304,6 @@ class Delivery:
             await self._broadcast.regroup([queue.endpoint for queue in self._queues.values() if queue.idle])
 
     async def _send_to_all(self, version: int, queues: Sequence[ReceiverQueue]) -> dict[str, Ack | BaseException]:
-        """Broadcasts to idle receivers, if there is a collective transport; returns receiver → Ack or error."""
         if self._broadcast is None:
             return {}
         idle, busy = ([queue.endpoint for queue in queues if queue.idle == state] for state in (True, False))
@@ -337,7 +330,6 @@ class Delivery:
     def _acknowledge(
         self, header: Header, queues: list[ReceiverQueue], results: dict[str, Ack | BaseException]
     ) -> "dict[str, tuple[ReceiverEndpoint, Job]]":
-        """Records the acknowledgements of a broadcast; returns the leaders that it reached, by node."""
         # A leader is the only member of its node in the group, and passes versions on there; small groups have none.
         holders: dict[str, tuple[ReceiverEndpoint, Job]] = {}
         for queue in queues:
@@ -356,7 +348,6 @@ class Delivery:
         queues: Sequence[ReceiverQueue],
         holders: "Mapping[str, tuple[ReceiverEndpoint, Job]]" = MappingProxyType({}),
     ) -> list[Job]:
-        """Puts a version into the queues. `holders` (by node) have it already and pass it on within their nodes."""
         if not queues:
             return []
         jobs = planned(header, slot, self.payload(header), queues, holders, self.options)
@@ -450,7 +441,6 @@ class Background:
         optional.add_done_callback(_retrieve_error)
 
     def fail(self, error: BaseException) -> None:
-        """Fails the delivery with an error, unless it has failed already."""
         if not self._failure.done():
             self._failure.set_exception(error)
             self._failure.exception()

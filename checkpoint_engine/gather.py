@@ -164,10 +164,7 @@ class GatheredVersions(SealedVersions):
         self._gather = gather
 
     def gather(self, version: int, share: Share) -> Header | None:
-        """Gathers, digests and retains a version; returns its header on the first rank, else None.
-
-        Raises as `Gather.take`.
-        """
+        """Gathers, digests and retains a version; returns its header on the first rank. Raises as `Gather.take`."""
         return self._gathered(version, share, self._end)[0]
 
     def recall(self, version: int, share: Share) -> tuple[Header | None, ByteArray | None]:
@@ -187,7 +184,6 @@ class GatheredVersions(SealedVersions):
 
 
 def _buckets(layout: Layout, nbytes: int) -> list[range]:
-    """Returns the tensors of each bucket: as many neighbours as have at most `nbytes` together, or one larger one."""
     buckets, first = list[range](), 0
     for index, entry in enumerate(layout.entries):
         if index > first and entry.end - layout.entries[first].offset > nbytes:

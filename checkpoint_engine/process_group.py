@@ -75,7 +75,6 @@ class Limit:
         return cls(aborted, seconds, time.monotonic() + seconds)
 
     def check(self) -> None:
-        """Raises TransferFailed if the wait was aborted or its time is over."""
         if self.aborted.is_set():
             raise TransferFailed("aborted")
         if time.monotonic() > self.end:

@@ -39,7 +39,6 @@ class HostBuffers:
     # They are reused because a page's first use costs several times as much as the copy into it.
 
     def __init__(self, layout: Layout, *, pinned: bool = False) -> None:
-        """`pinned`: buffers are page-locked, for copies from a GPU."""
         self._layout, self._pinned = layout, pinned
         self._spare: deque[HostBuffer] = deque()
 
@@ -118,7 +117,6 @@ class SealedVersions:
             return self._sealed[version]
 
     def retained(self) -> tuple[int, ...]:
-        """Returns the sealed versions that can be sent, oldest first."""
         with self._changed:
             return tuple(sorted(self._sealed))
 
@@ -173,10 +171,7 @@ class Publisher(SealedVersions):
         rank: int | None = None,
         retain: int = 2,
     ) -> None:
-        """`tensors` are the live tensors, `dtypes` (name → dtype) those that are sent (None: their own).
-
-        `alpha` and `rank` are those of LoRA tensors, as in Draft.
-        """
+        """`tensors` are the live tensors, `dtypes` (name → dtype) those that are sent (None: their own)."""
         layout = Layout.of(tensors, dtypes)
         self.tensors = dict(tensors)
         self._device = next(iter(tensors.values())).device
@@ -193,9 +188,9 @@ class Publisher(SealedVersions):
     def stage(self, version: int, tensors: Mapping[str, Tensor] | None = None, *, deadline: float = 120.0) -> None:
         """Copies the live tensors, or `tensors` of the same layout, aside as `version`; on return they may change.
 
-        While two other versions are staged and not sealed, it waits up to `deadline` seconds and then raises
-        TransferFailed. Raises ValueError if the version is staged or retained already, and WeightsMismatch if names or
-        shapes differ from the layout.
+        Waits up to `deadline` seconds while two other versions are staged and not sealed, then raises TransferFailed.
+        Raises ValueError if the version is staged or retained, WeightsMismatch if names or shapes differ from the
+        layout.
         """
         sources = self._sources(self.tensors if tensors is None else tensors)
         with self._changed:

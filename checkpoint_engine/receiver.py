@@ -132,10 +132,7 @@ class Receiver:
         return Ack(header.stream, header.version, header.digest, intake.slot)
 
     def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
-        """Returns header and host copy uint8 [nbytes] of a version, to pass it on.
-
-        VersionGone if it is not retained.
-        """
+        """Returns header and host copy uint8 [nbytes] of a version, to pass it on. Raises VersionGone."""
         with self._lock, on(self.side):
             if (slot, stream, version) not in self._retained:
                 raise VersionGone(f"{stream} {version} ({slot}) is not held any more and can't be passed on")

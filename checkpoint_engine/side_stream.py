@@ -39,7 +39,6 @@ class SideStream:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes this the calling thread's current stream, which allocations, copies and collectives use."""
         with cuda.device(self._device), cuda.stream(self._stream):
             yield
 
@@ -58,7 +57,6 @@ class SideStream:
 
 
 def on(side: SideStream | None) -> AbstractContextManager[None]:
-    """Returns `side.current()`, or a context that does nothing for None."""
     return nullcontext() if side is None else side.current()
 
 

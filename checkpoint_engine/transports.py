@@ -15,8 +15,7 @@ ALTERNATIVES = "use gloo, object_store or auto"
 def resolve_transport(configured: str, device: torch.device | str) -> str:
     """Returns `configured`; `auto` is nccl if the sender's device is a GPU and torch has NCCL, else object_store.
 
-    NCCL also needs a GPU of its own for each receiver, which the caller must check. Raises ValueError for a transport
-    that cannot work with this device and the installed libraries.
+    Raises ValueError for one that cannot work here. That NCCL has a GPU for each receiver, the caller must check.
     """
     on_gpu = torch.device(device).type == "cuda"
     if configured == AUTO:

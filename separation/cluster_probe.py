@@ -91,7 +91,6 @@ def survey(address: str, *, nodes: int = 1, wait: float = 0.0, seconds: float = 
 
 
 def _joined(address: str, until: float) -> RayConnection:
-    """Returns a connection to the cluster; a cluster that is still starting is tried again until the time `until`."""
     while True:
         try:
             return RayConnection([], address)
@@ -102,7 +101,6 @@ def _joined(address: str, until: float) -> RayConnection:
 
 
 def living() -> list[Node]:
-    """Returns the living nodes of the cluster that this process has joined, sorted by address."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], free)

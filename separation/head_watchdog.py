@@ -99,7 +99,6 @@ def keep_in_touch(host: str, port: int, seconds: float, stopped: threading.Event
 
 
 def unreachable(host: str, port: int, seconds: float) -> str | None:
-    """Returns why no connection came about within the time; None if one did."""
     try:
         socket.create_connection((host, port), seconds).close()
     except (OSError, OverflowError) as error:  # the latter for a port that no address can have

@@ -57,10 +57,7 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
 
 
 def compare_code(here: Mapping[str, str], remote: Mapping[str, str], *, node: str, worker: str) -> None:
-    """Raises OtherCode, which names package and node, if a digest differs: on the node, or because of an edit since.
-
-    `here` comes from `code_of` in this process when the run started, `remote` from `code_of` in `worker` on `node`.
-    """
+    """Raises OtherCode, which names package and node, if a digest differs: on the node, or because of an edit since."""
     for package, digest in here.items():
         if remote.get(package) != digest:
             if (now := code_of([package])[package]) != digest:
@@ -134,7 +131,6 @@ def free_memory() -> int:
 
 
 def swap_space() -> int:
-    """Returns the bytes of the machine's swap space; a control group may allow less."""
     return int(psutil.swap_memory().total)
 
 

@@ -173,10 +173,7 @@ def shortage(
     *,
     free: Callable[[str], float] | None = None,
 ) -> str:
-    """Returns the `headline` and tables of what was requested and what exists, by pool and by resource.
-
-    `free` returns the free amount of a resource, for a further column.
-    """
+    """Returns the `headline` and tables of what was requested and what exists; `free` gives free amounts, too."""
     pools: dict[str, list[Seat]] = {}
     for seat in (seat for reservation in reservations for seat in reservation.seats):
         pools.setdefault(seat.pool, []).append(seat)

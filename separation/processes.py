@@ -79,7 +79,6 @@ def kill_remaining(processes: Iterable[psutil.Process], *, grace: float) -> list
 
 @contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
-    """Ignores SIGINT inside the block, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -24,10 +24,7 @@ class Program:
     # A reaper (reaper.py) ends it, and all that it started, when this process is gone.
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, grace: float) -> None:
-        """Starts the command in `environment`; `grace` is the time limit of `stop`.
-
-        OSError if the log can't be written.
-        """
+        """Starts the command; `grace` is the time limit of `stop`. Raises OSError if the log can't be written."""
         self.command, self.log, self._grace = list(command), log, grace
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:

@@ -93,7 +93,6 @@ class RayConnection:
         end_remaining(processes)
 
     def disconnect(self) -> None:
-        """Leaves the cluster, and ends it if it was started here."""
         # Ray's shutdown waits a second for each daemon that ignores SIGTERM, so a thread kills the daemons meanwhile.
 
         def kill_daemons() -> None:
@@ -178,10 +177,7 @@ class RaySession:
         self._headless = False
 
     async def start(self, *, start_deadline: float, log_dir: Path | None, store_bytes: int) -> dict[str, WorkerGroup]:
-        """Reserves the seats of all pools, builds their workers, and returns pool name → pool; see `cluster`.
-
-        Raises ResourcesMissing, OtherCode, WorkerFailed, WorkerDied or DeadlineExceeded.
-        """
+        """Reserves the seats of all pools, builds their workers, and returns pool name → pool; raises as `cluster`."""
         nodes = living_resources()
         exists = totals(nodes)
         check_store(store_bytes, nodes)

@@ -18,10 +18,7 @@ from separation.placement import Resources
 
 
 def draining() -> dict[str, float]:
-    """Returns node id → seconds until the node ends, infinity where the notice has no deadline.
-
-    Asks the head, and waits.
-    """
+    """Returns node id → seconds until the node ends, infinity without a deadline; asks the head, and waits."""
     # `ray drain-node`, KubeRay and Ray's autoscaler send a notice before they end a node. Its deadline is a time of day
     # on the clock of whoever sent it.
     now = time.time()

@@ -87,10 +87,7 @@ def leave() -> None:
 
 
 async def join_process_group(group: WorkerGroup, *, timeout: float) -> None:
-    """Makes the workers the ranks 0..n-1 of a new default group; each leaves the earlier one.
-
-    Raises DeadlineExceeded.
-    """
+    """Makes the workers the ranks 0..n-1 of a new default group; each leaves the earlier one. DeadlineExceeded."""
     world, timeout = len(group.workers), min(timeout, MAX_TIMEOUT_SECONDS)
     async with deadline(timeout, f"joining the {world} ranks of {group.spec.name}"):
         await together(*(worker.call("separation.rendezvous:leave") for worker in group.workers))

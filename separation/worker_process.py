@@ -65,10 +65,7 @@ class Host:
             raise RemoteError.of(error) from None
 
     def run(self, method: str, *args: Any) -> Any:
-        """Returns the result of a method (`method`, `attribute.method`) or of `pkg.module:function`.
-
-        Raises RemoteError.
-        """
+        """Returns the result of `method`, `attribute.method` or `pkg.module:function`. Raises RemoteError."""
         try:
             function = resolve(method) if ":" in method else attrgetter(method)(self._target)
             return function(*args)
@@ -104,7 +101,6 @@ class ProcessHost(Host):
 
 
 def limit_threads(count: int) -> None:
-    """Sets the number of torch's threads if torch has been imported."""
     # When torch is imported it takes its number of threads from `thread_environment`, but no more than the machine has
     # cores. This call is needed for more.
     if (torch := sys.modules.get("torch")) is not None:
@@ -112,7 +108,6 @@ def limit_threads(count: int) -> None:
 
 
 def thread_environment(count: int) -> dict[str, str]:
-    """Returns environment variables for `count` threads in numeric libraries; Ray has set its own."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return dict.fromkeys(names, str(count))
 

@@ -68,7 +68,6 @@ def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor
 
 
 def _never_eager(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `compiled` with the limit MAX_COMPILATIONS, at which it raises TooManyCompilations."""
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 

@@ -28,8 +28,7 @@ _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_
 def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: int) -> None:
     """Attaches a LoRA as PEFT adapter `default`, float32, with initial values, and freezes all other parameters.
 
-    Call it before torch.compile and FSDP. Raises ValueError for a target that names no linear layer, or values out of
-    bounds.
+    Call it before torch.compile and FSDP. Raises ValueError as `targeted_modules`, and for values out of bounds.
     """
     attach_lora(transformer, config, policy)
     for layer in lora_modules(transformer).values():
@@ -58,10 +57,7 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
 
 
 def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy) -> list[str]:
-    """Returns the sorted full names of the layers that get a LoRA, without those that cannot change the output.
-
-    Raises ValueError for a target without layers, and if no layer remains.
-    """
+    """Returns the sorted names of the layers that get a LoRA. ValueError for a target without any, or if none is."""
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     targets = policy.lora_targets if config.targets is None else config.targets
     if not targets:
@@ -104,7 +100,6 @@ def lora_modules(transformer: nn.Module) -> dict[str, nn.Module]:
 
 
 def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the LoRA's parameters by layout name, sorted."""
     parameters = {
         f"{name}.lora_{side}.weight": getattr(layer, f"lora_{side}")[ADAPTER].weight
         for name, layer in lora_modules(transformer).items()

@@ -57,10 +57,7 @@ _UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA that was read, for y = Wx + (alpha / rank) · B(Ax).
-
-    `tensors` are float32 by layout name, e.g. transformer_blocks.0.attn.to_q.lora_A.weight.
-    """
+    """The LoRA y = Wx + (alpha / rank) · B(Ax); `tensors` are float32 by layout name, e.g. a.to_q.lora_A.weight."""
 
     tensors: dict[str, Tensor]
     rank: int
@@ -177,10 +174,7 @@ def _ordered(content: bytes) -> bytes:
 
 
 def weights_file(path: Path, what: str = "LoRA") -> Path:
-    """Returns the .safetensors file of a LoRA's path. Raises ValueError for no file, several, or a pickled one.
-
-    `what` is the name of the path in messages.
-    """
+    """Returns the .safetensors file of a path, in messages `what`. ValueError for none, several, or pickled ones."""
     if not path.exists():
         raise ValueError(f"{what} {path} does not exist")
     if path.is_file():
@@ -203,7 +197,6 @@ def weights_file(path: Path, what: str = "LoRA") -> Path:
 
 
 def is_peft(file: Path) -> bool:
-    """Returns True if a weights file is the one of a PEFT folder."""
     return file.name == PEFT_WEIGHTS and (file.parent / PEFT_CONFIG).is_file()
 
 
@@ -251,7 +244,6 @@ def _read_peft(folder: Path) -> LoraFile:
 
 
 def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the tensors as float32 by layout name, and the file's metadata; `prefixes` are removed from the names."""
     header, tensors = header_of(path), {}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118

@@ -57,11 +57,7 @@ def converter(form: str, family: str) -> Convert:
 
 
 def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
-    """Returns the LoRA that diffusers' loader of the family reads from a file, which errors name as `where`.
-
-    Raises ValueError if diffusers cannot read it, or if it adapts more than the transformer, or has several ranks or
-    alphas.
-    """
+    """Returns the LoRA that diffusers' loader of the family reads from a file (`where` in messages), or ValueError."""
     import diffusers
 
     where = where or path
@@ -154,7 +150,6 @@ _NAMES_SINGLE = {"proj_out": "linear2", "norm.linear": "modulation_lin"}
 
 
 def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
-    """Returns tensors named `lora_unet_<block>_<layer>.lora_down.weight`, `.lora_up.weight` and `.alpha`."""
     # sd-scripts' network has one fused projection where diffusers has several, e.g. q, k and v. Their LoRAs become one
     # LoRA with the sum of their ranks: the A are stacked, the B are block-diagonal, and zeros stand for a projection
     # without LoRA. Alpha is multiplied by the same factor as the rank, so alpha / rank stays.
@@ -174,7 +169,6 @@ def _kohya_flux(source: LoraFile) -> dict[str, Tensor]:
 
 
 def _found(module: str) -> tuple[str, str, int | None]:
-    """Returns block, layer, and the position in a fused projection; None for a layer that is not fused."""
     single, double = _SINGLE.fullmatch(module), _DOUBLE.fullmatch(module)
     names, groups, kind = (_NAMES_SINGLE, _FUSED_SINGLE, "single") if single else (_NAMES, _FUSED, "double")
     if match := single or double:

@@ -1,9 +1,7 @@
 """The base weights of a process that samples and trains (`placement=shared`): read once, used by both of its networks.
 
-The rollout worker and the trainer rank of such a process have one network each, because each has its own adapter: the
-trainer's has float32 masters with gradients, the rollout worker's the version that it samples with. The frozen
-parameters of both networks are the same objects. So no value is ever swapped, and neither network can compute with the
-other's adapter. shared/worker.py makes a OneBase.
+Each network has its own adapter, and the frozen parameters of both are the same objects: no value is ever swapped, and
+neither network can compute with the other's adapter.
 """
 
 from collections.abc import Container
@@ -46,10 +44,7 @@ class OneBase:
         return policy, state, base_digest(dict(policy.transformer.named_parameters()))
 
     def share_parameters(self, transformer: nn.Module, *, trained: Container[str] = ()) -> None:
-        """Puts the base's parameters into a network on the meta device; those in `trained` are copied, others shared.
-
-        The network has no adapter yet. Raises RuntimeError if names or shapes differ.
-        """
+        """Puts the base's parameters into a network on the meta device, and copies of those in `trained`."""
         _, state, _ = self._read
         copies = {name: nn.Parameter(t.detach().clone()) for name, t in state.items() if name in trained}
         transformer.load_state_dict({**state, **copies}, assign=True)

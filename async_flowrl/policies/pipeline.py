@@ -240,8 +240,7 @@ class PipelinePolicy(Policy):
     ) -> Tensor:
         """Returns the velocity with guidance. Raises ValueError for latents of another size, or a missing `negative`.
 
-        With true CFG, prompt and negative prompt both get gradients; they are one batch for the network, or two
-        (`apart`).
+        With true CFG, prompt and negative prompt both get gradients, in one batch or two (`apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
@@ -299,11 +298,9 @@ class PipelinePolicy(Policy):
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
-        """Makes the VAE decode one image (`images`), or large images in overlapping tiles (`tiles`), at a time, to save
-        memory.
+        """Makes the VAE decode one image, or large images in overlapping tiles, at a time, to save memory.
 
-        Blending of tiles changes some pixels; the VAE decides which images are large. Raises ValueError if it does not
-        support it.
+        Blending of tiles changes some pixels. Raises ValueError if the VAE does not support it.
         """
         vae = self._whole("decode images").vae
         for name, wanted in (("slicing", images), ("tiling", tiles)):

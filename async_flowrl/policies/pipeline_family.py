@@ -178,10 +178,7 @@ def quiet() -> Iterator[None]:
 
 
 def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool = False, **options: Any) -> Any:
-    """Loads the pipeline of class `stock` to `device`, with all networks settled (see `settle`).
-
-    `text_on_host=True` keeps the text encoders in host memory. A part is left out if `options` has None under its name.
-    """
+    """Loads the pipeline of class `stock`, settled on `device`; a part for which `options` have None is left out."""
     host_parts: dict[str, Any] = {}
     if text_on_host:
         others = options | {"transformer": None, "vae": None}

@@ -27,8 +27,6 @@ _TINY_SPECIAL = ("endoftext", "im_start", "im_end", *_VISION)
 
 
 class QwenImagePolicy(PipelinePolicy):
-    """Policy of Qwen-Image."""
-
     family = "qwen_image"
     title = "Qwen-Image"
     lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)

@@ -53,7 +53,6 @@ def _seed(text: str) -> int:
 
 
 def random_weights(family: PipelineFamily, path: str, dtype: torch.dtype) -> RandomWeights:
-    """Returns the transformer's weights for the configuration files at `path`."""
     import diffusers
 
     return RandomWeights(structure(getattr(diffusers, family.transformer), configuration(path, "transformer"), dtype))

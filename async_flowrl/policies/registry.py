@@ -118,7 +118,6 @@ def _check_files(path: str) -> None:
 
 
 def _located(config: ModelConfig) -> tuple[str, str, str | None]:
-    """Returns path, family and revision."""
     path, revision = config.path, None
     if config.path == TINY:
         from async_flowrl.policies.tiny import build_tiny
@@ -133,10 +132,7 @@ def _located(config: ModelConfig) -> tuple[str, str, str | None]:
 
 
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
-    """Loads the policy; the same arguments give equal bits in all processes. Raises ValueError.
-
-    `parts` says what is loaded (`PolicyFamily.load`). A hub model is downloaded if necessary.
-    """
+    """Loads the policy (`parts` as in `PolicyFamily.load`); equal arguments give equal bits everywhere. ValueError."""
     if parts not in PARTS:
         raise ValueError(unknown_name("parts", parts, PARTS))
     folder, family, length = str(folder_of(resolved, parts)), load_family(resolved.family), resolved.max_sequence_length
@@ -227,7 +223,6 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
 
 
 def _family(configured: str, file: Path, path: str) -> str:
-    """Returns the family for the content of model_index.json, or the configured one if it is not of another network."""
     index = json.loads(file.read_text(encoding="utf-8"))
     if configured == "auto":
         name = str(index.get("_class_name"))
@@ -253,7 +248,6 @@ def _no_family(where: str, name: str) -> str:
 
 
 def _hub_index(config: ModelConfig) -> tuple[Path, str]:
-    """Returns model_index.json of a hub model and its commit, from the hub or from the local cache."""
     try:
         index = hub_file(config.path, "model_index.json", config.revision)
     except LocalEntryNotFoundError as error:
@@ -311,7 +305,6 @@ def _names(index: Path) -> set[str]:
 
 
 def _header(file: Path) -> Counter[str]:
-    """Returns the number of bits in a file by dtype."""
     bits: Counter[str] = Counter()
     with safe_open(file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118
@@ -321,7 +314,6 @@ def _header(file: Path) -> Counter[str]:
 
 
 def _hub(path: str, revision: str) -> Counter[str]:
-    """Counts bits by dtype over all files of a hub transformer; only headers of files outside the cache are loaded."""
     try:
         names = _names(hub_file(path, f"{FOLDER}/{FILE}.index.json", revision))
     except EntryNotFoundError:
@@ -334,7 +326,6 @@ def _hub(path: str, revision: str) -> Counter[str]:
 
 
 def _remote(path: str, name: str, revision: str) -> Counter[str]:
-    """Counts bits by dtype from a file's header on the hub. Raises OSError if it cannot be loaded."""
     if not hub_answers():
         raise OSError(f"{name} is not in the local cache, and the hub cannot be reached")
     # Its base classes include the HTTP library's error, which comes unwrapped if the hub does not answer.

@@ -33,7 +33,6 @@ class SanaPolicy(PipelinePolicy):
         super().__init__(transformer, scheduler, **options)
 
     def _encode_one(self, text: str) -> Conditioning:
-        """Returns {"prompt_embeds": [L, D], "prompt_attention_mask": [L]}."""
         # The text encoder reads the prompt after the instruction that is the default of the diffusers pipeline; the
         # pipeline then removes the instruction's embeddings.
         return self._read(text, instruction_of(type(self._whole("encode prompts"))))

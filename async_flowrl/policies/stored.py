@@ -74,10 +74,9 @@ class StoredElements:
 
 
 def stored_elements(path: str, revision: str | None = None) -> StoredElements:
-    """Counts the elements in a model's files by their headers; no tensor is read, and nothing is downloaded.
+    """Counts the elements in a model's files by their headers; nothing is downloaded.
 
-    `path` is a local folder, or a hub name of which the files of `revision` are on this machine. Raises the errors of
-    StoredWeights, and of huggingface_hub for missing files. Other parts than the transformer may have no files.
+    Raises the errors of StoredWeights, and of huggingface_hub for missing files of the transformer.
     """
     root = Path(path) if revision is None else folder_here(path, revision)
     stored = StoredWeights(str(root), dtype=torch.float32)
@@ -110,10 +109,7 @@ def configuration(path: str, part: str, revision: str | None = None) -> dict[str
 
 
 def trained_names(names: Mapping[str, object], freeze: Sequence[str]) -> list[str]:
-    """Returns the sorted names that match no pattern of `freeze` (as in a shell; * also matches dots).
-
-    Raises ValueError, one sentence, for a pattern without matches, and if no name is left.
-    """
+    """Returns the sorted names that match no pattern of `freeze`. ValueError if one has no match, or all have one."""
     frozen: set[str] = set()
     for pattern in freeze:
         matched = {name for name in names if fnmatchcase(name, pattern)}

@@ -1,8 +1,4 @@
-"""What is done with files of trained weights, which hold a LoRA or a whole transformer.
-
-`check` says whether a path has such weights, `apply` loads them into a diffusers pipeline, and `save_whole` writes a
-transformer. A LoRA is written and read as a file by lora_file.py.
-"""
+"""Files of trained weights, a LoRA or a whole transformer: checked, loaded into a diffusers pipeline, and written."""
 
 import inspect
 import logging
@@ -43,11 +39,9 @@ SHARD = "5GB"
 
 
 def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
-    """Writes a transformer in the dtype of `model` to `folder` (config.json, safetensors) and returns `folder`.
+    """Writes a transformer in the dtype of `model` to `folder`, which is never incomplete, and returns `folder`.
 
-    It has the trained `tensors`, and the base model's for all others (frozen parameters, saved buffers). The files are
-    written to another folder, which is then renamed, so `folder` is never incomplete. Raises ValueError for a tensor
-    that is not in the model or has another shape.
+    Tensors that are not trained are the base model's. ValueError for one that is not in the model, or of another shape.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -117,7 +111,6 @@ def apply_lora(pipeline: Any, path: Path) -> None:
 
 
 def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
-    """Loads the LoRA file and checks that the pipeline uses all of it; `where` is the path for messages."""
     from async_flowrl.policies.pipeline_family import quiet
 
     options = {"weight_name": file.name, "use_safetensors": True}

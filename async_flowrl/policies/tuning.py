@@ -1,8 +1,4 @@
-"""The trained part of a transformer: with `tune=lora` a LoRA, with `tune=full` its own parameters.
-
-`tuning_of` returns an object that hides the difference. Trainer and rollout workers ask it for the names and dtypes of
-the trained tensors and for the binding probe.
-"""
+"""The trained part of a transformer: a LoRA, or with `tune=full` its own parameters; `tuning_of` hides which."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +16,7 @@ from checkpoint_engine import LoraModule, binding_probe, tensor_probe
 
 
 class LoraTuning:
-    """Trains a LoRA; the base model is frozen. An object holds only settings, never tensors.
-
-    `alpha`, which is sent with every version, and `rank` are the LoRA's; None without one.
-    """
+    """Trains a LoRA on a frozen base; it holds only settings, never tensors. `alpha` is sent with every version."""
 
     whole = False  # Whether the transformer's own weights are trained.
 
@@ -33,10 +26,7 @@ class LoraTuning:
         self.rank: int | None = config.rank
 
     def attach(self, policy: Policy, seed: int) -> None:
-        """Makes the trained tensors require gradients and freezes all others; a LoRA is attached. Raises as `check`.
-
-        Call it before torch.compile and FSDP.
-        """
+        """Makes only trained tensors require gradients; call it before torch.compile and FSDP. Raises as `check`."""
         lora.add_lora(policy.transformer, self._config, policy, seed)
 
     def check(self, policy: Policy) -> None:
@@ -73,10 +63,7 @@ class LoraTuning:
         return binding_probe({name: LoraModule(*parts) for name, parts in layers.items()})
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel, path: str) -> Path:
-        """Saves trained `tensors`, by layout name, for diffusers; returns the path from which diffusers loads.
-
-        `path` is `model.path` of the configuration. A LoRA is written for PEFT, too.
-        """
+        """Saves trained `tensors`, by layout name, for diffusers (a LoRA for PEFT, too); returns the path to load."""
         return lora_file.save(folder, tensors, alpha=self._config.alpha, base=None if model.random else path)
 
 

@@ -28,8 +28,6 @@ ADAPTER = LoraTuning(LoraConfig())  # Default of `tuning`: names and probes of a
 
 @dataclass(frozen=True)
 class _Plan:
-    """The data that all chunks of a request share."""
-
     request: RolloutRequest
     sigmas: Tensor  # [T+1] Noise levels, on the host.
     levels: Tensor  # [T+1] The same noise levels on the device.
@@ -68,11 +66,7 @@ class DiffusersEngine:
         tuning: Tuning = ADAPTER,
         encoder: Encoder | None = None,
     ) -> None:
-        """`tuning` says which tensors are trained (default: an attached LoRA); `encoder` replaces the policy's text
-        encoders.
-
-        Raises ValueError for `text_encoder` "offload" without text encoders.
-        """
+        """`tuning` says what is trained (default: a LoRA); `encoder` replaces the policy's. Raises ValueError."""
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._tuning = tuning
         self._meter = Meter(policy.transformer)
@@ -96,11 +90,10 @@ class DiffusersEngine:
     # not inference_mode: the trainer replays with the same kernels, and the LoRA's tensor views must stay ordinary.
     @torch.no_grad()
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Returns for each request its images and, for training, the trajectory (without noisy steps, only its final
-        latents). The first has the spans of all.
+        """Returns each request's images and, for training, trajectory; the first has the spans of all.
 
-        Raises ValueError for a request that contradicts itself and for requests that are not alike, FloatingPointError
-        if final latents are not finite.
+        Raises ValueError for requests that contradict themselves or differ, FloatingPointError for latents that are not
+        finite.
         """
         begun = time.time()
         check_alike(requests)
@@ -157,7 +150,6 @@ class DiffusersEngine:
         return {name: upload(torch.from_numpy(value), self.device) for name, value in encoded.items()}
 
     def denoise(self, plans: Sequence[_Plan], images: range) -> list[_Chunk]:
-        """Returns the images of one chunk of every ticket, in one batch."""
         chunks = [self._begun(plan, images) for plan in plans]
         for step in range(plans[0].request.sampling.num_inference_steps):
             with self._meter.measure(_shapes(plans, len(images))):
@@ -174,10 +166,7 @@ class DiffusersEngine:
         return _Chunk(plan, latents, sources, [latents] if 0 in plan.points else [], [])
 
     def _velocities(self, chunks: Sequence[_Chunk], step: int) -> list[Tensor]:
-        """Returns the velocity of each chunk from one forward pass; with guidance, negative prompts follow all prompts.
-
-        On CUDA negative prompts of other lengths have a pass of their own, since they would be padded most.
-        """
+        """Returns the velocity of each chunk from one forward pass, or on CUDA perhaps from two (`apart`)."""
         first = chunks[0]
         sampling = first.plan.request.sampling
         sigma = first.plan.levels[step].expand(len(first.latents))
@@ -193,7 +182,6 @@ class DiffusersEngine:
         return list(velocities.chunk(len(chunks)))
 
     def _step(self, chunk: _Chunk, step: int, velocity: Tensor) -> None:
-        """Makes one denoising step; records its latents and, if the step is noisy and trained, their log-prob."""
         plan, latents = chunk.plan, chunk.latents
         sampling = plan.request.sampling
         sigma, sigma_next = (plan.levels[i].expand(len(latents)) for i in (step, step + 1))

@@ -31,11 +31,7 @@ def open_embeddings(
     worker: int = 0,
     base: OneBase | None = None,
 ) -> StoredEmbeddings | None:
-    """Returns the encoder for `rollout.text_encoder=cached`, which keeps embeddings in files; None for other values.
-
-    `upcoming` are the prompts that the run will need, in order; `base` is as for `load_engine`. Raises ValueError if
-    the folder of embeddings cannot be created.
-    """
+    """Returns the encoder for `rollout.text_encoder=cached`, else None. ValueError if its folder cannot be created."""
     if config.rollout.text_encoder != "cached" or model.random:
         return None
     where = torch.device(device)
@@ -60,11 +56,7 @@ def load_engine(
     embeddings: StoredEmbeddings | None = None,
     base: OneBase | None = None,
 ) -> tuple[RolloutEngine, str]:
-    """Returns the engine and the digest of its base weights, which is compared with the trainer's.
-
-    `embeddings` is the result of `open_embeddings`, `base` the base model of a process that trains, too. Raises
-    ValueError for an engine that is not installed.
-    """
+    """Returns the engine and the digest of its base weights. ValueError for an engine that is not installed."""
     if config.rollout.engine == "vllm_omni":
         from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
 

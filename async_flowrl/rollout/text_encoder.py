@@ -1,7 +1,4 @@
-"""A rollout worker's text encoders: where they are, and the embeddings of the latest prompts, which it keeps.
-
-They are on the device always, or only while they encode.
-"""
+"""A rollout worker's text encoders: where they are, and the embeddings of the latest prompts, which it keeps."""
 
 import gc
 import hashlib
@@ -148,7 +145,6 @@ class EmbeddingFiles:
             ) from error
 
     def path(self, key: EmbeddingKey) -> Path:
-        """Returns the path of the file for `key`, whether it exists or not."""
         return self.folder / f"{self._key(key)}.safetensors"
 
     def read(self, key: EmbeddingKey) -> Conditioning | None:
@@ -189,10 +185,7 @@ class EmbeddingFiles:
 
 
 def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:
-    """Returns the SHA-256 (hex) of everything, except the prompt, that the bits of an embedding depend on.
-
-    It reads the files of text encoders and tokenizers, at about a second per GB.
-    """
+    """Returns the SHA-256 (hex) of everything, except the prompt, that the bits of an embedding depend on."""
     cuda = device.type == "cuda"
     where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
     packages = {name: version(name) for name in PACKAGES}
@@ -278,7 +271,6 @@ class StoredEmbeddings:
         return (*following[start:], *following[:start])
 
     def _visit(self, keys: Sequence[EmbeddingKey], more: Sequence[EmbeddingKey]) -> dict[EmbeddingKey, Conditioning]:
-        """Returns the embeddings of `keys`, and writes these and those of `more` that have no file yet."""
         with self.aside(), self._loaded() as policy:
             computed = {}
             for key in keys:

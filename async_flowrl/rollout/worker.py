@@ -44,10 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Makes images with one of its verified versions: the last max_staleness + 1, and one for evaluation.
-
-    `load` must be called first.
-    """
+    """Makes images with one of its verified versions: the last max_staleness + 1, and one for evaluation."""
 
     def __init__(
         self,
@@ -106,8 +103,7 @@ class RolloutWorker:
     def generate(self, requests: Sequence[RolloutRequest]) -> tuple[Any, ...]:
         """Makes tickets of one version in one batch; returns (reports, images, trajectory, images, ...).
 
-        For training the trajectories are not None. The first report has the spans of all tickets. Raises if the worker
-        lacks the version.
+        Only training has trajectories. The first report has the spans of all. Raises if the worker lacks the version.
         """
         began = time.time()
         digest, swaps = self._activate(requests[0])

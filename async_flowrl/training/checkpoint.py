@@ -46,15 +46,12 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The contents of a checkpoint."""
-
     tensors: Parts
     trainer: Mapping[str, Any]  # State of the trainer, as JSON values.
     controller: Mapping[str, Any]  # State of the controller, as JSON values.
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
 
 
@@ -88,7 +85,6 @@ def with_held(checkpoint: Checkpoint, held: Held) -> Checkpoint:
 
 
 def held_in(checkpoint: Checkpoint) -> dict[tuple[str, int], Tensor]:
-    """Returns what `with_held` has added."""
     return {_held_key(name): flat for name, flat in checkpoint.tensors.get(HELD, {}).items()}
 
 
@@ -102,19 +98,16 @@ def to_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def from_files(files: Files) -> Checkpoint:
-    """Returns what `to_files` was given."""
     parts = {name.removesuffix(".safetensors"): load(data) for name, data in files.items() if name != TRAINER}
     return Checkpoint(parts, json.loads(files[TRAINER]), {})
 
 
 def held_versions(files: Files) -> frozenset[tuple[str, int]]:
-    """Returns streams and versions of the part HELD of a checkpoint's files."""
     data = files.get(f"{HELD}.safetensors")
     return frozenset() if data is None else frozenset(_held_key(name) for name in load(data))
 
 
 def held_versions_of(path: Path) -> frozenset[tuple[str, int]]:
-    """Returns streams and versions of the part HELD of the checkpoint in the folder `path`."""
     return held_versions({file.name: file.read_bytes() for file in path.glob(f"{HELD}.safetensors")})
 
 
@@ -143,10 +136,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def write_share(folder: Path, rank: int, parts: Parts) -> "dict[str, Description]":
-    """Writes and syncs a rank's share into the folder of a checkpoint; returns its name and description.
-
-    Raises OSError.
-    """
+    """Writes and syncs a rank's share in a checkpoint's folder; returns its name and description. Raises OSError."""
     if not folder.is_dir():
         where = f"{socket.gethostname()} does not see this folder; output_dir must be one that all trainer ranks share"
         raise FileNotFoundError(errno.ENOENT, where, str(folder))
@@ -163,10 +153,7 @@ def write_share(folder: Path, rank: int, parts: Parts) -> "dict[str, Description
 
 
 def read_share(path: Path, rank: int, ranks: int) -> Checkpoint:
-    """Returns one rank's tensors of a sharded checkpoint that all ranks have checked.
-
-    Raises ValueError, which names them, for another number of ranks.
-    """
+    """Returns one rank's share of a checkpoint that all have verified. ValueError for another number of ranks."""
     trainer, controller = json.loads((path / TRAINER).read_text()), json.loads((path / CONTROLLER).read_text())
     check_ranks(path, trainer, ranks)
     return Checkpoint(torch.load(path / _share_name(rank), weights_only=True), trainer, controller)
@@ -201,7 +188,6 @@ def check_ranks(path: Path, trainer: Mapping[str, Any], ranks: int | None) -> No
 
 
 def read_controller(path: Path) -> dict[str, Any]:
-    """Returns the controller's state of a checkpoint that was verified."""
     controller: dict[str, Any] = json.loads((path / CONTROLLER).read_text())
     return controller
 
@@ -245,7 +231,6 @@ def complete(
 
 
 def _check_sizes(folder: Path, described: Mapping[str, Description]) -> None:
-    """Raises OSError for a file that is missing, or that has another size than its writer says."""
     for name, expected in described.items():
         size, wrote = (folder / name).stat().st_size, expected["bytes"]
         if size != wrote:
@@ -253,10 +238,7 @@ def _check_sizes(folder: Path, described: Mapping[str, Description]) -> None:
 
 
 def verify_checkpoint(path: Path, *, shares: bool = True) -> list[str]:
-    """Checks every file against the manifest (of shares only their size without `shares`) and returns the names.
-
-    Raises DamagedCheckpoint.
-    """
+    """Checks every file (shares only by size without `shares`) and returns the names. Raises DamagedCheckpoint."""
     files = _read_manifest(path)
     for name, expected in files.items():
         _check(path, name, expected, hashed=shares or _rank_of(name) is None)
@@ -270,7 +252,6 @@ def verify_share(path: Path, rank: int) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Description]:
-    """Returns the descriptions of all files by name. Raises DamagedCheckpoint."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:
@@ -284,7 +265,6 @@ def _read_manifest(path: Path) -> dict[str, Description]:
 
 
 def _check(path: Path, name: str, expected: Description, *, hashed: bool) -> None:
-    """Raises DamagedCheckpoint unless the file is there with the right size and, if `hashed`, the right digest."""
     file = path / name
     if not file.is_file():
         raise DamagedCheckpoint(f"checkpoint {path} lacks {name}")

@@ -46,7 +46,6 @@ class Account:
         return self.joined(Account(1, mark, magnitude(largest)))
 
     def joined(self, other: "Account") -> "Account":
-        """Returns the account of the contributions of both."""
         marks = (self.marks + other.marks) % (1 << _DIGIT_BITS * _MARK_DIGITS)
         return Account(self.count + other.count, marks, self.magnitude + other.magnitude)
 
@@ -95,7 +94,6 @@ class ExactSum:
         self._account = Account()
 
     def begin(self) -> None:
-        """Sets the sum to zero and the account to empty."""
         self._values.zero_()
         self._account = Account()
 

@@ -63,7 +63,6 @@ class FlatParameters:
         return count
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Returns views of a flat vector by tensor name."""
         return {
             name: flat[self._offsets[name] : self._offsets[name] + shape.numel()].view(shape)
             for name, shape in self._shapes.items()
@@ -83,7 +82,6 @@ class FlatParameters:
         return flat
 
     def snapshot(self) -> Tensor:
-        """Returns a copy of `values`."""
         return self.values.data.clone()
 
     def fingerprint(self) -> str:
@@ -96,7 +94,6 @@ class FlatParameters:
         return f"{int(torch.stack(sums).sum()) % (1 << 64):016x}"
 
     def load(self, flat: Tensor) -> None:
-        """Overwrites `values` in place and updates the network's parameters."""
         self.values.data.copy_(flat)
         self.changed()
 

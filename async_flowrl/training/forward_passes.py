@@ -38,8 +38,6 @@ PROBED_ROWS = 4
 
 @dataclass
 class UpdateInputs:
-    """The objects that an optimizer step uses."""
-
     config: Config
     policy: Policy
     algorithm: Algorithm
@@ -67,15 +65,12 @@ class FrozenPredictions:
 
 
 class UpdateMetrics:
-    """The statistics collected so far in an optimizer step."""
-
     def __init__(self) -> None:
         self.parts: list[PartStats] = []
         self.spans: list[Span] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Context manager: appends a span for the time inside."""
         start = time()
         try:
             yield
@@ -94,12 +89,10 @@ class ForwardPasses:
         self._proximal: dict[tuple[int, int], list[Prediction]] = {}
 
     def set_negatives(self, conditionings: Mapping[EncoderInput, Conditioning]) -> None:
-        """Sets the conditioning of all negative prompts and copies it to the device."""
         self.negatives = conditionings
         self._negatives = {text: to_device(value, self._inputs.device) for text, value in conditionings.items()}
 
     def batches(self, group: Group, part: Part) -> list[MicroBatch]:
-        """Returns the micro-batches of a part of the group, in the order of training."""
         inputs, trainer = self._inputs, self._inputs.config.trainer
         return list(
             group.micro_batches(
@@ -115,7 +108,6 @@ class ForwardPasses:
             self._proximal[group.meta.group, part.part] = self.predict(group, self.batches(group, part))
 
     def forget_proximal(self) -> None:
-        """Frees the proximal predictions at the end of a batch."""
         self._proximal.clear()
 
     def predict_frozen(
@@ -128,10 +120,7 @@ class ForwardPasses:
         *,
         probing: bool,
     ) -> FrozenPredictions:
-        """Returns all predictions of a part except `current`; with `probing` also a few behaviour ones for the probe.
-
-        Raises ValueError without a needed proximal one.
-        """
+        """Returns all predictions of a part except `current`; with `probing` a few behaviour ones for the probe, too."""
         inputs, meta = self._inputs, group.meta
         proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
         lacks_proximal = plan.update > 0 and proximal is None
@@ -259,7 +248,6 @@ class PartSums:
             self._sums[name] = mean * self.rows
 
     def set(self, name: str, value: Tensor) -> None:
-        """Sets a number of the whole part."""
         self._sums[name] = value.double()
 
 

@@ -28,9 +28,8 @@ def shard(
 ) -> str:
     """Shards the base over the ranks block by block with FSDP2, or leaves it whole; returns in words what it did.
 
-    With a process group the base is still on the meta device (`stream_base` fills it), without one it moves to
-    `device`. The trained tensors (`adapter`) stay out: one all-reduce of their flat gradient replaces a collective per
-    tensor. Raises ValueError for `offload` without a process group.
+    With a process group the base is still on the meta device (`stream_base` fills it). The trained tensors (`adapter`)
+    stay out: one all-reduce of their flat gradient replaces a collective per tensor.
     """
     transformer = policy.transformer
     if not world.joined:

@@ -27,7 +27,6 @@ class Layout:
         return cls(trainer.shard, trainer.shard_size, trainer.gradient_checkpointing)
 
     def applied(self, trainer: TrainerConfig) -> TrainerConfig:
-        """Returns a copy of the settings with this layout."""
         return replace(trainer, **asdict(self))
 
 
@@ -46,8 +45,6 @@ def is_replayed(step: int) -> bool:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step."""
-
     # Number of rows (image × denoising step) of the step over all ranks; the sum of losses is divided by it. Groups
     # that are skipped count, so they weigh as much as groups with gradient zero. See `TrainRequest.rows`.
     rows: int
@@ -135,8 +132,6 @@ class Manifest:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Statistics of one trained group."""
-
     group: int
     version: int
     age: int

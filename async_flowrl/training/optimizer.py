@@ -36,7 +36,6 @@ class Optimizer:
         self._warned = False
 
     def gradient_norm(self) -> float:
-        """Returns the L2 norm of the whole gradient, computed in float64."""
         return self._parameters.norm(self._parameters.gradients)
 
     def step(self, learning_rate: float, norm: float) -> dict[str, float]:

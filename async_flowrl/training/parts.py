@@ -47,7 +47,6 @@ class World:
             dist.all_reduce(values)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns the `values` of all ranks, in rank order."""
         if self.size == 1:
             return [values]
         by_rank = [torch.empty_like(values) for _ in range(self.size)]
@@ -56,7 +55,6 @@ class World:
 
     @property
     def replica(self) -> range:
-        """The numbers of the ranks in this rank's replica."""
         start = self.rank - self.rank % self.per_replica
         return range(start, start + self.per_replica)
 
@@ -88,7 +86,6 @@ def parts_of(metas: Sequence[GroupMeta], place: World) -> list[Part]:
 
 
 def _side_by_side(metas: Sequence[GroupMeta], positions: Sequence[int], place: World) -> list[Part]:
-    """Returns this rank's parts of the groups at these positions of a call, as many as every rank of its replica."""
     by_rank: dict[int, list[Part]] = {rank: [] for rank in place.replica}
     for position in positions:
         for part, owner in enumerate(_owners(metas[position], place)):
@@ -274,8 +271,7 @@ def groups_of(
 ) -> Iterator[tuple[Group, list[Part]]]:
     """Yields the groups of a call of which this rank computes parts, with these parts.
 
-    `tickets`: which of each group's tickets stand in `trajectories`, group after group; empty: all. Raises ValueError
-    if their numbers differ.
+    `tickets`: which of each group's tickets stand in `trajectories`, group after group; empty: all.
     """
     held = tickets or [range(meta.tickets) for meta in metas]
     if sum(map(len, held)) != len(trajectories):

@@ -31,8 +31,6 @@ from checkpoint_engine import base_digest
 
 @dataclass(frozen=True)
 class RankModel:
-    """A rank's model, and what is known of it."""
-
     policy: Policy
     trained: Mapping[str, nn.Parameter]  # Layout name → trained parameter.
     # Layout name → dtype of the trained parameter before several ranks share it, which makes it float32.
@@ -91,10 +89,7 @@ def load_model(
 
 
 def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> str:
-    """Returns the digest of the noise levels.
-
-    Raises ValueError for guidance that the network does not have, and for noise levels that the algorithm cannot use.
-    """
+    """Returns the digest of the noise levels. Raises ValueError for guidance or noise levels that cannot be used."""
     policy.check(sampling(config))
     digest = hashlib.sha256()
     for resolution in sizes:
@@ -111,10 +106,7 @@ def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) ->
 def _lay_out(
     config: Config, policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device
 ) -> tuple[World, str]:
-    """Gives the base weights their place on this rank.
-
-    Returns the world with the ranks per replica, and how the ranks hold the base, in words.
-    """
+    """Gives the base weights their place; returns the world with ranks per replica, and the layout in words."""
     sharded = world.joined and config.is_sharded
     per_replica = config.ranks_per_replica(world.size, sharded=sharded)
     world = replace(world, per_replica=per_replica, by_group=sharded and tuning_of(config).whole)
@@ -126,10 +118,7 @@ def _lay_out(
 
 
 def digest_of_stored(model: ResolvedModel, world: World, parameters: set[str]) -> str:
-    """Returns the digest of the base weights from the model's files on rank 0, and "" on other ranks.
-
-    Only the tensors named in `parameters` count, as in the digest of a loaded model.
-    """
+    """Returns the digest of the base weights named in `parameters` from the files on rank 0, and "" on other ranks."""
     if world.rank != 0:
         return ""
     return base_digest(weights_of(model), parameters)

@@ -157,10 +157,7 @@ def one_dtype(transformer: nn.Module) -> torch.dtype:
 
 @dataclass
 class ShardSaving:
-    """Writing of shares beside the training: `begin` on the first rank, `write` on all, `end` on the first.
-
-    A run that goes on calls `verify` on all ranks, and `read` when all have found their shares sound.
-    """
+    """Writing of shares beside the training: `begin` on the first rank, `write` on all, `end` on the first."""
 
     world: World
     # Version and this rank's share of what a checkpoint holds; set by TrainerWorker.snapshot.
@@ -211,10 +208,7 @@ class ShardSaving:
         self.verified = path
 
     def read(self, path: str) -> Checkpoint:
-        """Returns this rank's share of a checkpoint that `verify` has checked on all ranks.
-
-        Raises RuntimeError if it was not checked on this one, and ValueError for another number of ranks.
-        """
+        """Returns this rank's share of a checkpoint that was verified. ValueError for another number of ranks."""
         if self.verified != path:
             raise RuntimeError(f"checkpoint {path} is read before its shares are verified")
         self.verified = None

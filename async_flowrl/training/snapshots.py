@@ -66,7 +66,6 @@ class RankState:
             )
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Gives the objects the state of a checkpoint that `check` accepts."""
         self.inputs.parameters.load(self.inputs.parameters.pack(checkpoint.tensors["weights"], where="weights"))
         self.inputs.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
         self.update.exponent = int(checkpoint.trainer["sum_exponent"])
@@ -118,7 +117,6 @@ class Snapshots:
         self._copies.pop(version, None)
 
     def clear(self) -> None:
-        """Forgets all copies, because the state becomes another one."""
         self.wait()
         self._copies.clear()
 

@@ -64,12 +64,10 @@ class TrustRegion:
         self._probes: list[tuple[MicroBatch, Prediction]] = []
 
     def begin(self) -> None:
-        """Forgets the rows of the last optimizer step."""
         self._kept, self._probes = None, []
 
     @property
     def due(self) -> bool:
-        """True if the next optimizer step is to be measured."""
         return self._images > 0 and (
             self._limit is not None or self._inputs.optimizer.steps % MEASURED_EVERY_STEPS == 0
         )
@@ -82,11 +80,9 @@ class TrustRegion:
 
     @property
     def measures(self) -> bool:
-        """True if the present optimizer step is measured."""
         return self._kept is not None
 
     def prepare(self) -> None:
-        """Computes the predictions before the optimizer step."""
         assert self._kept is not None
         group, trained = self._kept
         rows = trained + self._untrained(group, trained)
@@ -122,7 +118,6 @@ class TrustRegion:
         return {**_named(kl_by_step), "trust_region/raw_kl": raw, "trust_region/scale": scale}
 
     def _measure(self) -> ByStep:
-        """Returns the KL of each denoising step, mean over the measured images."""
         self._inputs.parameters.changed()  # a scaling has changed the weights
         assert self._kept is not None
         group, means = self._kept[0], {}

@@ -79,7 +79,6 @@ class Update:
         self._sum.exponent, self._next_exponent = value, None
 
     def set_negatives(self, conditionings: Mapping[EncoderInput, Conditioning]) -> None:
-        """Sets the conditioning of the negative prompts, prompt → conditioning; called once per process."""
         self._passes.set_negatives(conditionings)
 
     @property
@@ -144,10 +143,7 @@ class Update:
         self._planned = self._planned.joined(self._account_of(step, counted))
 
     def _add_parts(self, step: int, group: Group, parts: Sequence[Part], *, probing: bool, reported: bool) -> None:
-        """Computes parts of one group and adds those that count; waits for the device once. Raises NonFiniteError.
-
-        `probing`: the first one is probed, on all ranks of a replica. `reported`: the group's measurement counts.
-        """
+        """Adds the parts of one group that count; waits for the device once. Raises NonFiniteError."""
         sums = [
             self._computed(group, part, probing=probing and index == 0, reported=reported)
             for index, part in enumerate(parts)
@@ -165,11 +161,7 @@ class Update:
                 self._sum.book_magnitude(values[GRADIENT])
 
     def _computed(self, group: Group, part: Part, *, probing: bool, reported: bool) -> PartSums | None:
-        """Computes one part, adds its gradient to the sum, and returns its statistics (None if it does not count).
-
-        Sharded ranks add the sum of the parts that they compute side by side, to which one that does not count adds
-        zeros.
-        """
+        """Adds a part's gradient to the sum (in shares, zeros if it does not count) and returns its statistics."""
         inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
         batches = passes.batches(group, part)
         frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
@@ -264,9 +256,8 @@ class Update:
     def take_step(self) -> UpdateStats:
         """Clips the mean of the summed gradients and takes the optimizer step, without waiting for other replicas.
 
-        A step with no group to train on leaves the weights as they are, though Adam's momentum would move them even
-        with a gradient of zero. Raises NonFiniteError before any weight changes, and RuntimeError if `add_up` was not
-        called.
+        A step with no group leaves the weights as they are, though Adam's momentum would move them. Raises
+        NonFiniteError before any weight changes.
         """
         if self.under_way is None or not self._summed:
             raise RuntimeError("take_step was called before add_up")

@@ -31,8 +31,7 @@ _COMPARED_ELEMENTS = 1 << 26
 class Versions:
     """Flat vectors in the layout of `parameters`. Version n makes images after n training steps.
 
-    `ema` is a moving average for evaluations, `sampling` one from which rollouts sample (DiffusionNFT): float32 or
-    None.
+    Float32 or None: `ema` is averaged for evaluations, `sampling` for rollouts (DiffusionNFT).
     """
 
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -52,7 +51,6 @@ class Versions:
 
     @property
     def newest(self) -> int:
-        """The newest version."""
         return max(self.retained)
 
     def after_optimizer_step(self, steps: int) -> None:
@@ -190,11 +188,7 @@ class PublishedStreams:
         )
 
     def stage(self, version: int, stream: str = POLICY) -> None:
-        """Copies a version for its delivery; the trainer waits only for this copy.
-
-        Raises ValueError for an unknown stream and for a version that is neither among the last ones nor held for an
-        evaluation.
-        """
+        """Copies a version for its delivery; the trainer waits only for this copy. ValueError if it is not here."""
         self._publisher(stream)
         if (flat := self._versions.sendable(stream, version)) is None:
             raise ValueError(f"version {version} of stream {stream} is not here to be published")
@@ -218,7 +212,6 @@ class PublishedStreams:
         return self.policy.draft(CANARY_VERSION).sealed(layout.digests(data)), data
 
     def clear(self) -> None:
-        """Forgets all published versions, so that a restored run can publish them again."""
         for publisher in filter(None, (self.policy, self.ema)):
             publisher.clear()
 
@@ -264,30 +257,21 @@ class GatheredStreams(PublishedStreams):
         return GatheredVersions(self._gather, stream)
 
     def gather(self, version: int, stream: str = POLICY) -> Header | None:
-        """Gathers a staged version; returns its header on the first rank, None on the others.
-
-        Raises VersionGone if it is not staged, and TransferFailed or WeightsMismatch.
-        """
+        """Gathers a staged version; returns its header on the first rank. Raises VersionGone, or as `Gather.take`."""
         share = self._shares.pop((stream, version), None)
         if share is None:
             raise VersionGone(f"version {version} of stream {stream} is not staged")
         return cast("GatheredVersions", self._publisher(stream)).gather(version, share)
 
     def recall(self, version: int, stream: str = POLICY) -> tuple[Header | None, ByteArray | None]:
-        """Gathers a version once more that was sent before; returns header and bytes on the first rank.
-
-        Raises VersionGone if the ranks no longer keep it, and TransferFailed or WeightsMismatch.
-        """
+        """Gathers again a version that was sent; returns header and bytes on the first rank. Raises as `gather`."""
         flat = self._versions.sendable(stream, version)
         if flat is None:
             raise VersionGone(f"version {version} of stream {stream} is not kept any more")
         return cast("GatheredVersions", self._publisher(stream)).recall(version, self._share(flat))
 
     def canary(self) -> dict[str, Tensor]:
-        """Stages this rank's rows of the canary; returns the probe of the whole network with it, equal on all ranks.
-
-        The ranks gather one tensor after the other.
-        """
+        """Stages this rank's rows; the probe is equal on all ranks, which gather one tensor after the other."""
         flat = self._canary()
         self._shares[POLICY, CANARY_VERSION] = self._share(flat)
         live = tuning_of(self._config).parameters(self._policy.transformer)

@@ -97,10 +97,7 @@ class TrainerWorker:
         self._warned_of_rounding = False
 
     def load(self, layout: Layout | None = None) -> dict[str, Any]:
-        """Builds model, adapter and optimizer, in the process group if there is one; `layout` replaces `auto`.
-
-        Returns the digest of the base weights, their layout, the numbers of parameters and the device.
-        """
+        """Builds model, adapter and optimizer; `layout` replaces `auto`. Returns digests, numbers and the device."""
         if layout is not None:
             self.config = replace(self.config, trainer=layout.applied(self.config.trainer))
         with ONE_AT_A_TIME:
@@ -176,10 +173,7 @@ class TrainerWorker:
         return self.update.add_up(request, *trajectories)
 
     def take_step(self) -> UpdateStats:
-        """Changes the weights by the result of `add_up`: the second phase, which waits for no other replica.
-
-        After the last optimizer step of a batch, the next version exists (see `PublishedStreams.stage`).
-        """
+        """Changes the weights by the result of `add_up`: the second phase, which waits for no other replica."""
         waited = self.snapshots.wait()
         stats = self.update.take_step()
         stats = replace(stats, spans=(*waited, *stats.spans))
@@ -237,10 +231,7 @@ class TrainerWorker:
         return self.parameters.fingerprint()
 
     def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
-        """Writes the snapshot of `version` to `directory`/step_`version` and returns that path.
-
-        `controller` is the controller's part, as JSON; `spare` as for `write_checkpoint`. Raises KeyError or OSError.
-        """
+        """Writes the snapshot of `version` to `directory`/step_`version` and returns that. Raises KeyError or OSError."""
         checkpoint = with_held(self.snapshots.of(version), self.versions.kept)
         if not self.config.keeps_state:
             self.snapshots.forget(version)
@@ -249,8 +240,7 @@ class TrainerWorker:
         return str(write_checkpoint(Path(directory), version, whole, keep=self.config.save.keep, spare=spare))
 
     def restore(self, path: str, held: Collection[tuple[str, int]] = ()) -> int:
-        """Takes over the checkpoint in the folder `path`, of evaluations' versions those in `held`; returns its
-        version.
+        """Takes over a checkpoint, of evaluations' versions those in `held`; returns its version.
 
         Shares must be verified on all ranks before. Raises DamagedCheckpoint, and ValueError for another model
         revision, other trained tensors, or another number of ranks that have shares.

@@ -1,7 +1,4 @@
-"""Rollout engine `vllm_omni`: runs vllm-omni in the rollout worker and names the version of each ticket.
-
-The rollout worker builds `VllmOmniEngine`, which implements `rollout.base.RolloutEngine`; `Client` talks to vllm-omni.
-"""
+"""Rollout engine `vllm_omni`: runs vllm-omni in the rollout worker and names the version of each ticket."""
 
 import asyncio
 import itertools

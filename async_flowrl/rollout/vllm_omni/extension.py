@@ -1,7 +1,4 @@
-"""Extension of vllm-omni's ranks: remote calls beside generation, and the adapters (LoRAs) that the calls deliver.
-
-`VllmOmniEngine` makes these calls; `Adapters` keeps one vllm-omni adapter per version.
-"""
+"""Extension of vllm-omni's ranks: remote calls beside generation, and the adapters (LoRAs) that the calls deliver."""
 
 import multiprocessing
 import os
@@ -64,15 +61,12 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         return digest
 
     def rollout_holds(self, adapter: int) -> bool:
-        """Returns whether vllm-omni still holds the adapter."""
         return adapter in self.lora_manager.list_adapters()
 
     def rollout_receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:
-        """Delivers a version; see `Adapters.receive`."""
         return self._rollout_adapters.receive(header, buffer, adapter)
 
     def rollout_probe(self, adapter: int) -> dict[str, Tensor]:
-        """Returns `checkpoint_engine.binding_probe` of the live layers; see `Adapters.layers`."""
         return binding_probe(self._rollout_adapters.layers(adapter))
 
     def rollout_encode(self, texts: list[EncoderInput]) -> dict[int, Conditioning]:

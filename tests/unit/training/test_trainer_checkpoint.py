@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from async_flowrl.training.checkpoint import (
-    Checkpoint,
     FORMAT,
+    Checkpoint,
     DamagedCheckpoint,
     checkpoint_step,
     find_checkpoint,
