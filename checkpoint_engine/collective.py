@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from checkpoint_engine.base import Ack, Draft
 from checkpoint_engine.errors import TransferFailed, WeightsMismatch
-from checkpoint_engine.incremental import Intake, Sealing, trailer, trailer_bytes
+from checkpoint_engine.incremental import trailer, trailer_bytes
 from checkpoint_engine.process_group import POLL_SECONDS, SENDER, Epoch, Limit, Link
 from checkpoint_engine.publisher import SealedVersions
 from checkpoint_engine.receiver import Receiver
@@ -36,13 +36,13 @@ class Member:
         self._make, self._home = make, concrete(device)
         self._device = self._home  # Device of the link's buffers.
         self._side: SideStream | None = None
-        self._link: Link | None = None
-        self._epoch: Epoch | None = None
+        self.link: Link | None = None
+        self.epoch: Epoch | None = None
         self._stores: list[Store] = []
         self._buffer: Tensor | None = None
         self._aborted = threading.Event()
 
-    def open(self, epoch: Epoch, rank: int) -> None:
+    def open(self, epoch: Epoch, rank: int = SENDER) -> None:
         """Joins the epoch's group at the store that the sender serves. Raises TransferFailed, also if aborted.
 
         Raises ValueError for a transport that cannot be used with this device, or whose library is missing.
@@ -66,10 +66,10 @@ class Member:
                 meeting.add_done_callback(_discard)
                 raise failed("aborted" if aborted.is_set() else f"not everybody came within {seconds:g} s")
         try:
-            self._link, self._stores = meeting.result()
+            self.link, self._stores = meeting.result()
         except RuntimeError as error:
             raise failed(_first_line(error)) from error
-        self._epoch = epoch
+        self.epoch = epoch
         if aborted.is_set():
             self.abort()
             raise failed("aborted")
@@ -99,37 +99,13 @@ class Member:
         limit = Limit.of(threading.Event(), epoch.setup.total_seconds())
         link.broadcast(byte, limit, lambda end: None, lambda: torch.zeros_like(byte))
 
-    def ready(self, epoch: int) -> None:
+    def ready(self, epoch: int, draft: Draft) -> None:
         """Raises TransferFailed if this member is not in the epoch."""
-        if self._epoch is None or self._epoch.number != epoch:
+        if self.epoch is None or self.epoch.number != epoch:
             raise TransferFailed(f"not a member of epoch {epoch}")
 
-    def send(self, sealing: Sealing) -> None:
-        """Broadcasts a version and digests it meanwhile; its digests follow as a trailer. Raises TransferFailed."""
-
-        def digests() -> Tensor:
-            return torch.frombuffer(bytearray(trailer(sealing.digested())), dtype=torch.uint8).to(self._device)
-
-        with on(self._side):
-            self._broadcast(sealing.on(self._device), sealing.feed, digests)
-
-    def take(self, intake: Intake) -> Ack:
-        """Receives a version into its slot (on a GPU, or where the link's is) and digests it.
-
-        TransferFailed, and as `accept`.
-        """
-        with on(intake.side):
-            digests = torch.empty(trailer_bytes(intake.draft.layout), dtype=torch.uint8, device=self._device)
-            if intake.storage.device == self._device:
-                self._broadcast(intake.storage, intake.arrived, lambda: digests)
-            else:
-                room = self._room(intake.storage.shape[0])
-                data = room.numpy()
-                self._broadcast(room, lambda end: intake.take(data[intake.digests.end : end]), lambda: digests)
-            return intake.accept_with(digests.cpu().numpy())
-
-    def _broadcast(self, buffer: Tensor, arrived: Callable[[int], None], behind: Callable[[], Tensor]) -> None:
-        link, epoch = self._link, self._epoch
+    def broadcast(self, buffer: Tensor, arrived: Callable[[int], None], behind: Callable[[], Tensor]) -> None:
+        link, epoch = self.link, self.epoch
         if link is None or epoch is None:
             raise TransferFailed("broadcast before the members were ready")
         try:
@@ -141,26 +117,22 @@ class Member:
             self.abort()
             raise TransferFailed(f"broadcast in epoch {epoch.number} failed: {_first_line(error)}") from error
 
-    def _room(self, nbytes: int) -> Tensor:
-        if self._buffer is None or self._buffer.shape[0] != nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffer
-
     def abort(self) -> None:
         """Leaves the epoch. A collective under way raises TransferFailed here, and at the other members."""
         self._aborted.set()
-        link, self._link, self._epoch = self._link, None, None
+        link, self.link, self.epoch = self.link, None, None
         self._stores, self._buffer = [], None  # an aborted collective may still write to this buffer
         if link is not None:
             # In a thread: the abort waits for the group's threads, which may wait for a peer until the deadline.
             _beside("abort-group", link.abort)
 
 
-class CollectiveSender:
+class CollectiveSender(Member):
     """The sending process's side: serves the store and broadcasts a publisher's versions; see SenderEndpoint."""
 
-    def __init__(self, publisher: SealedVersions, member: Member) -> None:
-        self._publisher, self._member = publisher, member
+    def __init__(self, publisher: SealedVersions, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
+        self._publisher = publisher
         self._server: TCPStore | None = None
 
     def address(self, host: str = "127.0.0.1") -> tuple[str, int]:
@@ -170,47 +142,57 @@ class CollectiveSender:
             self._server = TCPStore(host, 0, None, True, limit, wait_for_workers=False)
         return host, self._server.port
 
-    def open(self, epoch: Epoch, rank: int = SENDER) -> None:
-        self._member.open(epoch, rank)
-
     def draft(self, version: int) -> Draft:
         return self._publisher.draft(version)
 
-    def ready(self, epoch: int, draft: Draft) -> None:
-        self._member.ready(epoch)
-
     def send(self, draft: Draft) -> None:
-        """Broadcasts a version and seals it if it is not sealed. Raises TransferFailed or VersionGone."""
+        """Broadcasts a version, and seals it meanwhile if it is not sealed. Raises TransferFailed or VersionGone."""
         sealing = self._publisher.begin(draft.version)
+
+        def digests() -> Tensor:
+            return torch.frombuffer(bytearray(trailer(sealing.digested())), dtype=torch.uint8).to(self._device)
+
         try:
-            self._member.send(sealing)
+            with on(self._side):
+                self.broadcast(sealing.on(self._device), sealing.feed, digests)
         finally:
             sealing.finish()
 
-    def abort(self) -> None:
-        self._member.abort()
 
-
-class CollectiveReceiver:
+class CollectiveReceiver(Member):
     """Takes broadcasts for a Receiver, which verifies them; see ReceiverEndpoint."""
 
-    def __init__(self, receiver: Receiver, member: Member) -> None:
-        self._receiver, self._member = receiver, member
-
-    def open(self, epoch: Epoch, rank: int) -> None:
-        self._member.open(epoch, rank)
+    def __init__(
+        self,
+        receiver: Receiver,
+        device: torch.device | str = "cpu",
+        make: Callable[[str, torch.device], Link] = make_link,
+    ) -> None:
+        super().__init__(device, make)
+        self._receiver = receiver
 
     def ready(self, epoch: int, draft: Draft) -> None:
         """Raises TransferFailed if this is not the present epoch, WeightsMismatch if the version does not fit."""
-        self._member.ready(epoch)
+        super().ready(epoch, draft)
         self._receiver.check(draft)
 
     def accept(self, draft: Draft) -> Ack:
-        """Receives a broadcast into the ring. Raises TransferFailed, TransferCorrupted or WeightsMismatch."""
-        return self._member.take(self._receiver.expect(draft))
+        """Receives a broadcast into the ring (on a GPU, or where the link's buffer is) and digests it meanwhile.
 
-    def abort(self) -> None:
-        self._member.abort()
+        Raises TransferFailed, TransferCorrupted or WeightsMismatch.
+        """
+        intake = self._receiver.expect(draft)
+        with on(intake.side):
+            digests = torch.empty(trailer_bytes(draft.layout), dtype=torch.uint8, device=self._device)
+            if intake.storage.device == self._device:
+                self.broadcast(intake.storage, intake.arrived, lambda: digests)
+            else:
+                room = self._buffer
+                if room is None or room.shape[0] != draft.nbytes:
+                    room = self._buffer = torch.empty(draft.nbytes, dtype=torch.uint8)
+                data = room.numpy()
+                self.broadcast(room, lambda end: intake.take(data[intake.digests.end : end]), lambda: digests)
+            return intake.accept_with(digests.cpu().numpy())
 
 
 _BESIDE: set[threading.Thread] = set()

@@ -43,7 +43,7 @@ class CollectiveBroadcast:
         self._max_members = max_members
         self._secret = secrets.token_hex(16)
         self._number = 0
-        self._members: tuple[ReceiverEndpoint, ...] = ()
+        self.members: tuple[ReceiverEndpoint, ...] = ()
         self._in_a_row = 0
         self._order = asyncio.Lock()
 
@@ -79,7 +79,7 @@ class CollectiveBroadcast:
         """Forms a new group, in the background, with the receivers that came after the present one was formed."""
         async with self._order:
             members = self._chosen(receivers)
-            if self._is_off or not set(self._members) < set(members):
+            if self._is_off or not set(self.members) < set(members):
                 return
             try:
                 await self._meet(members)
@@ -100,23 +100,23 @@ class CollectiveBroadcast:
     def _who(self, idle: Sequence[ReceiverEndpoint], busy: Sequence[ReceiverEndpoint]) -> tuple[ReceiverEndpoint, ...]:
         # The members: of the present group, or of a new one if one has left. MemberBusy if one of them, or every
         # receiver, is.
-        stays = bool(self._members) and set(self._members) <= {*idle, *busy}
-        late = [receiver for receiver in busy if not idle or (stays and receiver in self._members)]
+        stays = bool(self.members) and set(self.members) <= {*idle, *busy}
+        late = [receiver for receiver in busy if not idle or (stays and receiver in self.members)]
         if late:
             raise MemberBusy(f"busy with an earlier delivery: {', '.join(receiver.name for receiver in late)}")
-        return self._members if stays else tuple(self._chosen(idle))
+        return self.members if stays else tuple(self._chosen(idle))
 
     def _chosen(self, receivers: Sequence[ReceiverEndpoint]) -> list[ReceiverEndpoint]:
         if not self.has_leaders(len(receivers)):
             return list(receivers)
-        here = [receiver for receiver in self._members if receiver in receivers]
+        here = [receiver for receiver in self.members if receiver in receivers]
         by_name = {receiver.name: receiver for receiver in [*here, *receivers]}
         return [by_name[name] for name in leaders({name: receiver.node for name, receiver in by_name.items()})]
 
     async def _meet(self, members: Sequence[ReceiverEndpoint]) -> None:
-        if set(members) == set(self._members):
+        if set(members) == set(self.members):
             return
-        self._members = ()
+        self.members = ()
         self._number += 1
         world = len(members) + 1
         seconds = self._setup_seconds + SETUP_SECONDS_PER_MEMBER * world
@@ -134,7 +134,7 @@ class CollectiveBroadcast:
             raise
         finally:
             await _ended(opening)
-        self._members = tuple(members)
+        self.members = tuple(members)
 
     async def _turn_back(self, opening: "Sequence[asyncio.Task[None]]", members: Sequence[ReceiverEndpoint]) -> None:
         # Aborts the opening of an epoch, so that members do not wait for a missing one; again and again, because it may
@@ -191,7 +191,7 @@ class CollectiveBroadcast:
         # Failures that a member's death explains do not count against the transport.
         self.failures += 1
         self._in_a_row += not any(verdict(error) is Verdict.REPLACE for error in errors)
-        self._members = ()
+        self.members = ()
         await self._abort(members)
         after = f"; {self.name} is not tried again" if self._is_off else ""
         logger.warning("%s: %s%s", what, repr(errors[0]), after)

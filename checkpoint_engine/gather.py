@@ -65,7 +65,7 @@ class Gather:
         ends = [(bucket[0], bucket[-1]) for bucket in self._buckets]
         # By bucket and rank: first byte of the bucket in the rank's share, and the one behind it.
         self._spans = [[(share.entries[a].offset, share.entries[z].end) for share in self._shares] for a, z in ends]
-        self._count = 0
+        self.count = 0
 
     def share(self, flat: Tensor, ready: Any = None) -> Share:
         """Returns this rank's share of a version, the vector [n] in the dtype that is sent; it takes the sample."""
@@ -78,11 +78,11 @@ class Gather:
         for number in range(len(self._buckets)):
             if len(under_way) == UNDER_WAY:
                 _settle(under_way.popleft())
-            under_way.append(self._started("send", next(pieces), 0, number))
-        under_way.append(self._started("send", share.sample.cpu().view(torch.uint8), 0, len(self._buckets)))
+            under_way.append(self.start("send", next(pieces), 0, number))
+        under_way.append(self.start("send", share.sample.cpu().view(torch.uint8), 0, len(self._buckets)))
         while under_way:
             _settle(under_way.popleft())
-        self._count += 1
+        self.count += 1
 
     def take(self, share: Share, work: Sealing, whole: Sequence[Tensor]) -> None:
         """Puts the rows of all ranks into the bytes of `work` and digests them there; for the first rank.
@@ -98,15 +98,15 @@ class Gather:
             for receipt, piece in came:
                 _settle(receipt)
                 pieces.append(piece)
-            self._place(bucket, number, [piece.numpy() for piece in pieces], work)
+            self.place(bucket, number, [piece.numpy() for piece in pieces], work)
         for rank, layout in enumerate(self._shares):
             rows = [shard_rows(len(tensor), len(self._shares), rank) for tensor in whole]
             views = [tensor[local.start : local.stop] for tensor, local in zip(whole, rows, strict=True)]
             expected = torch.empty_like(sample(layout, views)) if rank else share.sample.cpu()
             if rank:
-                _settle(self._started("recv", expected.view(torch.uint8), rank, len(self._buckets)))
+                _settle(self.start("recv", expected.view(torch.uint8), rank, len(self._buckets)))
             check_sample(layout, f"{work.draft.title}, of rank {rank}", expected, views)
-        self._count += 1
+        self.count += 1
 
     def _coming(self, number: int, room: Tensor) -> list[tuple[Any, Tensor]]:
         """Begins to receive a bucket from the other ranks, if there is one; returns receipt and memory of each rank."""
@@ -114,7 +114,7 @@ class Gather:
         spans = self._spans[number][1:] if number < len(self._buckets) else []
         for rank, (begin, end) in enumerate(spans, start=1):
             piece = room[start : start + end - begin]
-            coming.append((self._started("recv", piece, rank, number), piece))
+            coming.append((self.start("recv", piece, rank, number), piece))
             start += end - begin
         return coming
 
@@ -123,7 +123,7 @@ class Gather:
         most = max(sum(end - begin for begin, end in spans[1:]) for spans in self._spans)
         return [torch.empty(most, dtype=torch.uint8) for _ in range(UNDER_WAY)]
 
-    def _place(self, bucket: range, number: int, pieces: Sequence[ByteArray], work: Sealing) -> None:
+    def place(self, bucket: range, number: int, pieces: Sequence[ByteArray], work: Sealing) -> None:
         for index in bucket:
             end = self.layout.entries[index].offset
             for share, (begin, _), piece in zip(self._shares, self._spans[number], pieces, strict=True):
@@ -149,10 +149,10 @@ class Gather:
                 side.synchronize()
             yield piece
 
-    def _started(self, what: str, piece: Tensor, peer: int, number: int) -> Any:
+    def start(self, what: str, piece: Tensor, peer: int, number: int) -> Any:
         # Starts to send to a rank, or to receive from it; returns what `_settle` waits for, None for no bytes. What is
         # left over of a gather that failed has another tag, so that it is never taken for a later one.
-        tag = self._count * (len(self._buckets) + 1) + number
+        tag = self.count * (len(self._buckets) + 1) + number
         return getattr(self._group, what)([piece], peer, tag) if len(piece) else None
 
 

@@ -113,7 +113,7 @@ class TorchLink:
         self.group: Any = None
         self._sends = False
         # Buffers that an aborted collective may still read or write, kept until the group has been destroyed.
-        self._in_use: list[Tensor] = []
+        self.in_use: list[Tensor] = []
         self._broadcasting = threading.Lock()
 
     def open(self, store: Store, epoch: Epoch, rank: int) -> None:
@@ -134,7 +134,7 @@ class TorchLink:
             group = self.group
             if group is None:
                 raise TransferFailed("the group is not open")
-            self._in_use = [buffer]
+            self.in_use = [buffer]
             try:
                 for bucket in torch.split(buffer, bucket_bytes(buffer.shape[0])):
                     end += bucket.shape[0]
@@ -143,15 +143,15 @@ class TorchLink:
                     under_way.append((group.broadcast([bucket], options), None if early else end))
                     if len(under_way) == MAX_BUCKETS_UNDER_WAY:
                         self._settle(*under_way.popleft(), limit, arrived)
-                self._in_use.append(behind())
-                under_way.append((group.broadcast([self._in_use[1]], options), None))
+                self.in_use.append(behind())
+                under_way.append((group.broadcast([self.in_use[1]], options), None))
                 while under_way:
                     self._settle(*under_way.popleft(), limit, arrived)
             finally:
                 del group  # a traceback would keep the group alive
             if buffer.is_cuda:
                 torch.cuda.current_stream(buffer.device).synchronize()
-            self._in_use = []
+            self.in_use = []
 
     def _settle(self, work: Any, end: int | None, limit: Limit, arrived: Callable[[int], None]) -> None:
         while not work.is_completed():
@@ -174,7 +174,7 @@ class TorchLink:
             group.abort()
             with self._broadcasting:
                 del group
-                self._in_use = []
+                self.in_use = []
 
 
 def bucket_bytes(nbytes: int) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ class HostBuffers:
 
 
 @dataclass
-class _Staged:
+class Staged:
     slot: int
     host: HostBuffer | None
     """Buffer with the bytes of tensors in host memory; None for tensors on a GPU, whose bytes are in the slot."""
@@ -182,7 +182,7 @@ class Publisher(SealedVersions):
         self._views = [list(self.layout.views(slot).values()) for slot in self._slots]
         self._buffers.reserve(MAX_STAGED_VERSIONS if on_host else 1)
         self._free = list(range(MAX_STAGED_VERSIONS))
-        self._staged: dict[int, _Staged] = {}
+        self.staged: dict[int, Staged] = {}
         self._sealing: set[int] = set()
 
     def stage(self, version: int, tensors: Mapping[str, Tensor] | None = None, *, deadline: float = 120.0) -> None:
@@ -194,19 +194,19 @@ class Publisher(SealedVersions):
         """
         sources = self._sources(self.tensors if tensors is None else tensors)
         with self._changed:
-            if version in self._staged or version in self._sealed:
+            if version in self.staged or version in self._sealed:
                 raise ValueError(f"version {version} of stream {self.stream} is published already")
             if not self._changed.wait_for(lambda: bool(self._free), timeout=deadline):
-                waiting = sorted(self._staged)
+                waiting = sorted(self.staged)
                 raise TransferFailed(f"staging version {version} waited {deadline:g} s for {waiting} to be sealed")
             slot = self._free.pop(0)
         try:
-            staged = self._copy(slot, sources)
+            staged = self.copied(slot, sources)
         except BaseException:
             self._give_back(slot)
             raise
         with self._changed:
-            self._staged[version] = staged
+            self.staged[version] = staged
             self._changed.notify_all()
 
     def seal(self, version: int) -> Header:
@@ -223,7 +223,7 @@ class Publisher(SealedVersions):
             self._changed.wait_for(lambda: version not in self._sealing)
             if version in self._sealed:
                 return super().begin(version)
-            staged = self._staged.pop(version, None)
+            staged = self.staged.pop(version, None)
             if staged is None:
                 raise VersionGone(f"version {version} of stream {self.stream} is neither staged nor retained")
             self._sealing.add(version)
@@ -234,9 +234,9 @@ class Publisher(SealedVersions):
             self._give_back(staged.slot)
             raise
 
-    def _sealing_of(self, version: int, staged: _Staged) -> Sealing:
+    def _sealing_of(self, version: int, staged: Staged) -> Sealing:
         """Returns the Sealing of a staged version. A GPU slot stays in use until its end, as the bytes come from it."""
-        buffer, expected, copy = staged.host, staged.sample, None
+        buffer, expected, copy, title = staged.host, staged.sample, None, self.draft(version).title
         if buffer is not None:
             self._give_back(staged.slot)
         else:
@@ -244,17 +244,16 @@ class Publisher(SealedVersions):
             self._side.wait(staged.ready)
             with self._side.current():
                 expected = staged.sample.cpu()
-                self._check_sample(version, expected, self._views[staged.slot])
+                check_sample(self.layout, title, expected, self._views[staged.slot])
             buffer = self._buffers.take()
             copy = HostCopy(self._slots[staged.slot], torch.from_numpy(buffer.data), self._side)
-        views = buffer.views
 
         def end(work: Sealing, header: Header | None) -> None:
             self._end(work, header)
             if copy is not None:
                 self._give_back(staged.slot)
 
-        proven = partial(self._check_sample, version, expected, views)
+        proven = partial(check_sample, self.layout, title, expected, buffer.views)
         return Sealing(self.draft(version), buffer.data, end, copy=copy, proven=proven)
 
     def _end(self, work: Sealing, header: Header | None) -> None:
@@ -269,32 +268,23 @@ class Publisher(SealedVersions):
 
     def clear(self) -> None:
         with self._changed:
-            self._free += [staged.slot for staged in self._staged.values()]
-            self._staged.clear()
+            self._free += [staged.slot for staged in self.staged.values()]
+            self.staged.clear()
         super().clear()
 
     def _sources(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        sources = []
-        for entry in self.layout.entries:
-            tensor = tensors.get(entry.name)
-            if tensor is None or tensor.shape != entry.shape:
-                what = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, not {list(entry.shape)}"
-                raise WeightsMismatch(f"can't publish on stream {self.stream}: {entry.name} {what}")
-            sources.append(tensor)
-        if len(tensors) != len(sources):
-            extra = min(tensors.keys() - {entry.name for entry in self.layout.entries})
-            raise WeightsMismatch(f"can't publish on stream {self.stream}: {extra} is not in its layout")
-        return sources
+        shapes = {entry.name: entry.shape for entry in self.layout.entries}
+        for name in sorted(shapes.keys() | tensors.keys()):
+            if name not in shapes or name not in tensors or tensors[name].shape != shapes[name]:
+                raise WeightsMismatch(f"can't publish on stream {self.stream}: {name} is not as in its layout")
+        return [tensors[name] for name in shapes]
 
-    def _check_sample(self, version: int, expected: Tensor, views: Sequence[Tensor]) -> None:
-        check_sample(self.layout, f"version {version} of stream {self.stream}", expected, views)
-
-    def _copy(self, slot: int, sources: list[Tensor]) -> _Staged:
+    def copied(self, slot: int, sources: list[Tensor]) -> Staged:
         host = self._buffers.take() if self._device.type == "cpu" else None
         with torch.no_grad():
             torch._foreach_copy_(self._views[slot] if host is None else host.views, sources)
             picked = sample(self.layout, sources)
-        return _Staged(slot, host, picked, recorded(self._device))
+        return Staged(slot, host, picked, recorded(self._device))
 
     def _give_back(self, slot: int) -> None:
         with self._changed:

@@ -62,7 +62,7 @@ class Receiver:
         for name, view in self.layout.views(self.live).items():
             view.copy_(tensors[name].detach())
             tensors[name].data = view
-        self._retained: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
+        self.retained: dict[tuple[str, str, int], tuple[Header, Tensor]] = {}
         self._spare: list[Tensor] = []
         self._read: dict[int, Any] = {}
         """Address of a slot → CUDA event after its last activation, on a GPU."""
@@ -78,7 +78,7 @@ class Receiver:
     def held(self) -> tuple[tuple[str, int, str], ...]:
         """Returns all retained versions as sorted (stream, version, slot); each can be activated."""
         with self._lock:
-            return tuple(sorted((stream, version, slot) for slot, stream, version in self._retained))
+            return tuple(sorted((stream, version, slot) for slot, stream, version in self.retained))
 
     def receive(self, header: Header, data: ByteArray, slot: str = RING) -> Ack:
         """Verifies a payload uint8 [nbytes] and retains a copy of it, or acknowledges again what it has.
@@ -134,7 +134,7 @@ class Receiver:
     def export(self, stream: str, version: int, slot: str = RING) -> tuple[Header, ByteArray]:
         """Returns header and host copy uint8 [nbytes] of a version, to pass it on. Raises VersionGone."""
         with self._lock, on(self.side):
-            if (slot, stream, version) not in self._retained:
+            if (slot, stream, version) not in self.retained:
                 raise VersionGone(f"{stream} {version} ({slot}) is not held any more and can't be passed on")
             header, storage = self._find(stream, version, slot)
             return header, storage.to("cpu", copy=True).numpy()
@@ -168,8 +168,8 @@ class Receiver:
     def clear(self) -> None:
         """Forgets all versions. The live tensors keep their bytes, but no version is active."""
         with self._lock:
-            self._spare += [storage for _, storage in self._retained.values()]
-            self._retained.clear()
+            self._spare += [storage for _, storage in self.retained.values()]
+            self.retained.clear()
             self._active = None
 
     def _check_scaling(self, header: Draft) -> None:
@@ -197,24 +197,24 @@ class Receiver:
         """Retains verified bytes uint8 [nbytes]. WeightsMismatch if they differ from retained ones or are too old."""
         key = (slot, header.stream, header.version)
         with self._lock:
-            same = self._retained.get(key)
+            same = self.retained.get(key)
             if same is not None and same[0].digest != header.digest:
                 raise WeightsMismatch(f"{header.title} came twice with different contents")
-            ring = sorted(v for s, stream, v in self._retained if s == slot and stream == header.stream)
+            ring = sorted(v for s, stream, v in self.retained if s == slot and stream == header.stream)
             if slot == RING and same is None and len(ring) >= self.capacity and header.version < ring[0]:
                 newer = f"{self.layout.entries[0].name} and all others are newer there"
                 raise WeightsMismatch(f"{header.title} is stale: the receiver holds {ring} already, {newer}")
             evicted = [key] if same is not None else []
             if slot == EVALUATION:
-                evicted = [other for other in self._retained if other[0] == EVALUATION]
+                evicted = [other for other in self.retained if other[0] == EVALUATION]
             elif same is None and len(ring) >= self.capacity:
                 evicted = [(slot, header.stream, v) for v in ring[: len(ring) - self.capacity + 1]]
-            self._spare += [self._retained.pop(other)[1] for other in evicted]
-            self._retained[key] = (header, storage)
+            self._spare += [self.retained.pop(other)[1] for other in evicted]
+            self.retained[key] = (header, storage)
 
     def _find(self, stream: str, version: int, slot: str) -> tuple[Header, Tensor]:
-        retained = self._retained.get((slot, stream, version))
+        retained = self.retained.get((slot, stream, version))
         if retained is None:
-            names = sorted(f"{s} {v} ({kind})" for kind, s, v in self._retained) or ["nothing"]
+            names = sorted(f"{s} {v} ({kind})" for kind, s, v in self.retained) or ["nothing"]
             raise WeightsMismatch(f"{stream} {version} ({slot}) is not held, only {', '.join(names)}")
         return retained

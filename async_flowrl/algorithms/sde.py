@@ -91,7 +91,7 @@ def transition(
         if sde_type == "sde":
             bounded = torch.where(s >= FIRST_STEP_MIN_SIGMA, _filled(sigma_after_first, s), s)
             coefficient = level * torch.sqrt(s / (1.0 - bounded))
-        mean, std = _diffusion(x, velocity, s, s_next, coefficient)
+        mean, std = diffusion(x, velocity, s, s_next, coefficient)
     else:
         raise ValueError(unknown_name("sde_type", sde_type, SDE_TYPES))
     return Transition(mean, expand(std, x), std == 0.0)
@@ -111,7 +111,7 @@ def _filled(value: float | Tensor, like: Tensor) -> Tensor:
     return torch.full_like(like, value)
 
 
-def _diffusion(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def diffusion(x: Tensor, velocity: Tensor, s: Tensor, s_next: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     dt = s_next - s
     half = g * g / (2.0 * s)
     mean = x * expand(1.0 + half * dt, x) + velocity * expand((1.0 + half * (1.0 - s)) * dt, x)

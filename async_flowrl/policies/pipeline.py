@@ -110,7 +110,7 @@ class PipelinePolicy(Policy):
                 "its own: set it to false, as this project draws noise from named seeds (algorithm.sde_type)"
             )
         self.transformer = transformer
-        self._scheduler, self._side, self._dtype, self._pipeline = scheduler, side, dtype, pipeline
+        self._scheduler, self._side, self._dtype, self.pipeline = scheduler, side, dtype, pipeline
         self._config = cast("Any", transformer).config
         self._text_options = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
         self._schedules: dict[tuple[int, int], Tensor] = {}
@@ -129,7 +129,7 @@ class PipelinePolicy(Policy):
 
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
-        encoders = [getattr(self._pipeline, name, None) for name in TEXT_ENCODERS]
+        encoders = [getattr(self.pipeline, name, None) for name in TEXT_ENCODERS]
         return [encoder for encoder in encoders if encoder is not None]
 
     @torch.no_grad()
@@ -137,14 +137,14 @@ class PipelinePolicy(Policy):
         self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
         """Encodes one text at a time, because padding to the length of another text would change the last bits."""
-        self._whole("encode prompts")
+        self.whole("encode prompts")
         if system is not None and not self.has_system_prompt:
             raise ValueError(f"{self.title} has no system prompt, got {system!r}")
         encode = self._encode_negative if negative else self._encode_one
         return [encode(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
 
     def _stock_encode(self, text: str, *arguments: Any, **options: Any) -> Any:
-        pipeline = self._whole("encode prompts")
+        pipeline = self.whole("encode prompts")
         options |= self._text_options
         return pipeline.encode_prompt(text, *arguments, device=pipeline.text_encoder.device, **options)
 
@@ -293,7 +293,7 @@ class PipelinePolicy(Policy):
     @torch.no_grad()
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns images rounded as by diffusers' image processor."""
-        pipeline = self._whole("decode images")
+        pipeline = self.whole("decode images")
         images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
         return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
@@ -302,7 +302,7 @@ class PipelinePolicy(Policy):
 
         Blending of tiles changes some pixels. Raises ValueError if the VAE does not support it.
         """
-        vae = self._whole("decode images").vae
+        vae = self.whole("decode images").vae
         for name, wanted in (("slicing", images), ("tiling", tiles)):
             if wanted and not hasattr(vae, f"enable_{name}"):
                 raise ValueError(f"rollout.vae_{name}=true: {self.title}'s {type(vae).__name__} has no enable_{name}")
@@ -318,10 +318,10 @@ class PipelinePolicy(Policy):
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         return latents
 
-    def _whole(self, purpose: str) -> Any:
-        if self._pipeline is None:
+    def whole(self, purpose: str) -> Any:
+        if self.pipeline is None:
             raise RuntimeError(f"this process loaded only the transformer and cannot {purpose}")
-        return self._pipeline
+        return self.pipeline
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:

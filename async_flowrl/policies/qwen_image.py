@@ -65,7 +65,7 @@ class QwenImagePolicy(PipelinePolicy):
         Token ids are those of the whole prompt template. If they contain another system prompt than the usual one, it
         must also be given as `system`.
         """
-        with qwen_text.system_prompt(self._whole("encode prompts"), system):
+        with qwen_text.system_prompt(self.whole("encode prompts"), system):
             return super().encode(texts, negative=negative)
 
     def _encode_one(self, text: str) -> Conditioning:
@@ -75,7 +75,7 @@ class QwenImagePolicy(PipelinePolicy):
         return on_host(prompt_embeds=embeds)
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
-        pipeline = self._whole("encode prompts")
+        pipeline = self.whole("encode prompts")
         embeds = qwen_text.encode_ids(pipeline, ids)[: self._text_tokens(_TEXT_TOKENS)]
         return {"prompt_embeds": embeds.float().cpu().numpy()}
 

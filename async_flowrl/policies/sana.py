@@ -35,7 +35,7 @@ class SanaPolicy(PipelinePolicy):
     def _encode_one(self, text: str) -> Conditioning:
         # The text encoder reads the prompt after the instruction that is the default of the diffusers pipeline; the
         # pipeline then removes the instruction's embeddings.
-        return self._read(text, instruction_of(type(self._whole("encode prompts"))))
+        return self._read(text, instruction_of(type(self.whole("encode prompts"))))
 
     def _encode_negative(self, text: str) -> Conditioning:
         return self._read(text, None)

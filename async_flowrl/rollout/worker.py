@@ -37,7 +37,7 @@ from async_flowrl.types import (
 )
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine.collective import CollectiveReceiver, Member
+from checkpoint_engine.collective import CollectiveReceiver
 from separation.node import bind
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class RolloutWorker:
             rank=tuning.rank,
             on_host=self.config.versions_on_host,
         )
-        self.collective = CollectiveReceiver(self.receiver, Member(self.receiver.slot_device))
+        self.collective = CollectiveReceiver(self.receiver, self.receiver.slot_device)
         return {"base_digest": self.base_digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:

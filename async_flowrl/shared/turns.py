@@ -28,12 +28,12 @@ class Turns:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._changed = threading.Condition()
-        self._clock = clock
+        self.changed = threading.Condition()
+        self.clock = clock
         self._taken = False
         # Number of turns that the training thread has entered and not left, each inside the one before.
         self._depth = 0
-        self._waiting = False  # True while the training thread waits for its turn.
+        self.waiting = False  # True while the training thread waits for its turn.
         self.waited = 0.0  # Seconds that the training thread has waited for its turns until now, in sum.
         self._trained_since = 0.0
         self._paused_until = 0.0  # End of the pause before the next ticket, by the clock.
@@ -42,7 +42,7 @@ class Turns:
     def sampled_for(self) -> float:
         """Returns the seconds since the ticket under way got its turn; 0.0 if no ticket has the turn."""
         began = self._sampling_since
-        return 0.0 if began is None else self._clock() - began
+        return 0.0 if began is None else self.clock() - began
 
     @contextmanager
     def training(self, *, more: bool = False) -> Iterator[None]:
@@ -50,38 +50,38 @@ class Turns:
 
         `more`: another unit is expected at once, so that the next ticket waits for it for a short time.
         """
-        with self._changed:
+        with self.changed:
             self._depth += 1
             if self._depth == 1:
-                self._waiting, began = True, self._clock()
-                self._changed.wait_for(lambda: not self._taken)
-                self._waiting, self._taken = False, True
-                self._trained_since = self._clock()
+                self.waiting, began = True, self.clock()
+                self.changed.wait_for(lambda: not self._taken)
+                self.waiting, self._taken = False, True
+                self._trained_since = self.clock()
                 self.waited += self._trained_since - began
         try:
             yield
         finally:
-            with self._changed:
+            with self.changed:
                 self._depth -= 1
                 if self._depth == 0:
                     self._taken = False
-                    now = self._clock()
+                    now = self.clock()
                     self._paused_until = now + patience(now - self._trained_since) if more else 0.0
-                    self._changed.notify_all()
+                    self.changed.notify_all()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Context of a ticket; it waits while a unit of training computes, waits for its turn, or is expected."""
-        with self._changed:
-            while self._taken or self._waiting or self._pause() > 0:
-                self._changed.wait(None if self._taken or self._waiting else self._pause())
-            self._taken, self._sampling_since = True, self._clock()
+        with self.changed:
+            while self._taken or self.waiting or self._pause() > 0:
+                self.changed.wait(None if self._taken or self.waiting else self._pause())
+            self._taken, self._sampling_since = True, self.clock()
         try:
             yield
         finally:
-            with self._changed:
+            with self.changed:
                 self._taken, self._sampling_since = False, None
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _pause(self) -> float:
-        return max(0.0, self._paused_until - self._clock())
+        return max(0.0, self._paused_until - self.clock())

@@ -27,7 +27,7 @@ HEADROOM_BITS = 4
 _SMALLEST = -149
 _DIGIT_BITS, _DIGITS = 31, 11
 # Elements after the gradient that carry the account through the all-reduce; 64 keeps an alignment of 512 bytes.
-_TAIL = 64
+TAIL = 64
 _MARK_DIGITS = 2
 # Elements that are converted at a time; it bounds the memory for temporary tensors.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -87,15 +87,15 @@ class ExactSum:
     def __init__(self, numel: int, device: torch.device) -> None:
         self.exponent = FIRST_EXPONENT
         self._numel = numel
-        self._values = torch.zeros(numel + _TAIL, dtype=torch.int64, device=device)
+        self.values = torch.zeros(numel + TAIL, dtype=torch.int64, device=device)
         # The sum of all ranks. With several ranks it has its own memory, so a failed reduction can be repeated.
-        self._whole = self._values
+        self._whole = self.values
         self._chunk = min(numel, _CHUNK.get(device.type, _CHUNK["cuda"]))
-        self._account = Account()
+        self.account = Account()
 
     def begin(self) -> None:
-        self._values.zero_()
-        self._account = Account()
+        self.values.zero_()
+        self.account = Account()
 
     def add(self, gradient: Tensor) -> Tensor:
         """Adds `gradient` [numel] float32 and sets it to zero, without waiting; returns its largest magnitude (or NaN).
@@ -107,24 +107,24 @@ class ExactSum:
             part = gradient[start : start + self._chunk]
             # Multiplying by a power of two is exact.
             part.mul_(2.0**-self.exponent).round_()
-            self._values[start : start + len(part)].add_(part.to(torch.int64))
+            self.values[start : start + len(part)].add_(part.to(torch.int64))
             part.zero_()
         return torch.maximum(-low, high)
 
     def book(self, mark: int, largest: float) -> None:
         """Enters a contribution in the account. `largest` is the value that `add` returned and must be finite."""
-        self._account = self._account.plus(mark, largest)
+        self.account = self.account.plus(mark, largest)
 
     def reduce(self, world: World) -> Account:
         """Adds up the sums of all ranks and returns the account of the total; may be called again until `begin`."""
-        if world.size > 1 and self._whole is self._values:
-            self._whole = torch.empty_like(self._values)
-        if self._whole is not self._values:
-            self._whole.copy_(self._values)
+        if world.size > 1 and self._whole is self.values:
+            self._whole = torch.empty_like(self.values)
+        if self._whole is not self.values:
+            self._whole.copy_(self.values)
         tail = self._whole[self._numel :]
-        tail.copy_(upload(torch.tensor(_written(self._account)), tail.device))
+        tail.copy_(upload(torch.tensor(to_digits(self.account)), tail.device))
         world.sum(self._whole)
-        return _read(tail.tolist())
+        return from_digits(tail.tolist())
 
     def mean(self, out: Tensor, rows: int) -> None:
         """Writes the total of all ranks divided by `rows` to `out` [numel] float32; it divides in float64."""
@@ -137,12 +137,12 @@ class ExactSum:
         return self._whole.view(torch.float32)[: self._numel]
 
 
-def _written(account: Account) -> list[int]:
+def to_digits(account: Account) -> list[int]:
     digits = [account.count, *_digits(account.marks, _MARK_DIGITS), *_digits(account.magnitude, _DIGITS)]
-    return digits + [0] * (_TAIL - len(digits))
+    return digits + [0] * (TAIL - len(digits))
 
 
-def _read(digits: list[int]) -> Account:
+def from_digits(digits: list[int]) -> Account:
     count, rest = digits[0], digits[1:]
     marks = _number(rest[:_MARK_DIGITS]) % (1 << _DIGIT_BITS * _MARK_DIGITS)
     return Account(count, marks, _number(rest[_MARK_DIGITS : _MARK_DIGITS + _DIGITS]))
@@ -166,10 +166,10 @@ class ShardSum(ExactSum):
 
     def book_magnitude(self, largest: float) -> None:
         """Enters a sum to which this rank's part did not contribute; `largest` is what `add` returned, and finite."""
-        self._account = self._account.joined(Account(magnitude=magnitude(largest)))
+        self.account = self.account.joined(Account(magnitude=magnitude(largest)))
 
     def reduce(self, world: World) -> Account:
         """Returns the account of all ranks, equal on every rank; the values are the ranks' total already."""
-        tail = upload(torch.tensor(_written(self._account)), self._values.device)
+        tail = upload(torch.tensor(to_digits(self.account)), self.values.device)
         world.sum(tail)
-        return _read(tail.tolist())
+        return from_digits(tail.tolist())

@@ -120,7 +120,7 @@ class ForwardPasses:
         *,
         probing: bool,
     ) -> FrozenPredictions:
-        """Returns all predictions of a part except `current`; with `probing` a few behaviour ones for the probe, too."""
+        """Returns all predictions of a part except `current`; with `probing` a few of `behaviour` for the probe."""
         inputs, meta = self._inputs, group.meta
         proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
         lacks_proximal = plan.update > 0 and proximal is None

@@ -52,11 +52,11 @@ class Update:
         self._passes = ForwardPasses(inputs)
         self._region = TrustRegion(inputs, self._passes)
         kind = ShardSum if inputs.parameters.sharded else ExactSum
-        self._sum = kind(len(inputs.parameters.gradients), inputs.device)
+        self.sum = kind(len(inputs.parameters.gradients), inputs.device)
         self._meter = Meter(inputs.policy.transformer)
         # Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
         self._next_exponent: int | None = None
-        self._planned = Account()  # Account of the parts that all ranks together have to add.
+        self.planned = Account()  # Account of the parts that all ranks together have to add.
         # Lowest number of a group in this optimizer step so far; the first part of that group is probed.
         self._lowest: int | None = None
         self._fetched: list[int] = []  # Bytes of each trajectory that came.
@@ -64,7 +64,7 @@ class Update:
         self.under_way: int | None = None
         # `_summed`: the sums of all ranks were added up. `_broken`: a call that added to this rank's sum failed.
         self._summed = self._broken = False
-        self._plan = StepPlan(rows=0)
+        self.plan = StepPlan(rows=0)
         self._measured = UpdateMetrics()
         self._before: list[Span] = []
         self._profiler = StepProfiler(inputs.config, f"trainer-{inputs.world.rank}")
@@ -72,11 +72,11 @@ class Update:
     @property
     def exponent(self) -> int:
         """Exponent of the power of two in whose multiples gradients are added; it never falls; checkpoints have it."""
-        return self._sum.exponent
+        return self.sum.exponent
 
     @exponent.setter
     def exponent(self, value: int) -> None:
-        self._sum.exponent, self._next_exponent = value, None
+        self.sum.exponent, self._next_exponent = value, None
 
     def set_negatives(self, conditionings: Mapping[EncoderInput, Conditioning]) -> None:
         self._passes.set_negatives(conditionings)
@@ -87,7 +87,7 @@ class Update:
         if self.under_way is None:
             raise RuntimeError("no optimizer step is under way")
         parts = tuple((part.group, part.part) for part in self._measured.parts)
-        return Manifest(self.under_way, self._plan.update, self._plan.attempt, parts)
+        return Manifest(self.under_way, self.plan.update, self.plan.attempt, parts)
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """Computes predictions of the weights at the start of the batch, for groups of a later step."""
@@ -104,7 +104,7 @@ class Update:
         last = self._inputs.config.trainer.updates_per_batch - 1
         if not 0 <= plan.update <= last:
             raise ValueError(f"step {step} has no update {plan.update}: trainer.updates_per_batch is {last + 1}")
-        self.under_way, self._plan, self._measured = step, plan, UpdateMetrics()
+        self.under_way, self.plan, self._measured = step, plan, UpdateMetrics()
         self._measured.spans, self._before = self._before, []
         self._summed = self._broken = False
         if plan.update == 0:
@@ -112,8 +112,8 @@ class Update:
         self._inputs.parameters.gradients.zero_()
         if self._next_exponent is not None:
             self.exponent = self._next_exponent
-        self._sum.begin()
-        self._planned, self._lowest = Account(), None
+        self.sum.begin()
+        self.planned, self._lowest = Account(), None
         self._region.begin()
 
     def accumulate(
@@ -126,11 +126,11 @@ class Update:
         failed call.
         """
         step = self._begun("accumulate")
-        if self._plan.rows <= 0:
-            raise ValueError(f"step {step} has groups to train on, but its plan counts {self._plan.rows} rows")
+        if self.plan.rows <= 0:
+            raise ValueError(f"step {step} has groups to train on, but its plan counts {self.plan.rows} rows")
         self._fetched += [trajectory.nbytes for trajectory in trajectories]
         probed = self._lower_than_all_before(metas)
-        probing = probed is not None and self._plan.probes(self._inputs.algorithm.records)
+        probing = probed is not None and self.plan.probes(self._inputs.algorithm.records)
         self._broken = True  # After an error, the sum may have only some of the parts, and the gradient half of one.
         for group, parts in self._mine(metas, trajectories, tickets):
             if group.meta.group == probed and self._inputs.world.size == 1:
@@ -140,7 +140,7 @@ class Update:
             probing = False
         self._broken = False
         counted = [(meta.group, len(meta.parts)) for meta in metas]
-        self._planned = self._planned.joined(self._account_of(step, counted))
+        self.planned = self.planned.joined(self._account_of(step, counted))
 
     def _add_parts(self, step: int, group: Group, parts: Sequence[Part], *, probing: bool, reported: bool) -> None:
         """Adds the parts of one group that count; waits for the device once. Raises NonFiniteError."""
@@ -157,12 +157,12 @@ class Update:
                     raise NonFiniteError(f"step {step}, group {group.meta.group}: the {what} is {values[what]}")
             if part.counts:
                 self._book(step, group, part, values, of_part.rows)
-            elif isinstance(self._sum, ShardSum):
-                self._sum.book_magnitude(values[GRADIENT])
+            elif isinstance(self.sum, ShardSum):
+                self.sum.book_magnitude(values[GRADIENT])
 
     def _computed(self, group: Group, part: Part, *, probing: bool, reported: bool) -> PartSums | None:
         """Adds a part's gradient to the sum (in shares, zeros if it does not count) and returns its statistics."""
-        inputs, passes, plan, measured = self._inputs, self._passes, self._plan, self._measured
+        inputs, passes, plan, measured = self._inputs, self._passes, self.plan, self._measured
         batches = passes.batches(group, part)
         frozen = passes.predict_frozen(group, part, batches, plan, measured, probing=probing)
         sums, gap, sharded = PartSums(), None, inputs.parameters.sharded
@@ -186,12 +186,12 @@ class Update:
             sums.set_mean(GAP, gap)
         if not sharded:  # With shards, it would be the norm of a share of several parts.
             sums.set(SQUARED, torch.linalg.vector_norm(gradients, dtype=torch.float64).square())
-        sums.set(GRADIENT, self._sum.add(gradients))
+        sums.set(GRADIENT, self.sum.add(gradients))
         return sums
 
     def _book(self, step: int, group: Group, part: Part, values: dict[str, float], rows: int) -> None:
         meta, squared, largest = group.meta, values.pop(SQUARED, math.nan), values.pop(GRADIENT)
-        self._sum.book(mark_of(step, self._plan.update, meta.group, part.part), largest)
+        self.sum.book(mark_of(step, self.plan.update, meta.group, part.part), largest)
         start = min(group.train_steps)
         self._measured.parts.append(
             PartStats(meta.group, part.part, meta.version, meta.age, start, rows, values, squared)
@@ -222,7 +222,7 @@ class Update:
         account = Account()
         for group, parts in groups:
             for part in range(parts):
-                account = account.plus(mark_of(step, self._plan.update, group, part))
+                account = account.plus(mark_of(step, self.plan.update, group, part))
         return account
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
@@ -231,18 +231,18 @@ class Update:
         No weight changes. `trajectories` are those of the probe. Raises RuntimeError if a planned part is not in the
         sum exactly once, and for a request of another attempt.
         """
-        step, plan, measured = self._begun("add_up"), self._plan, self._measured
+        step, plan, measured = self._begun("add_up"), self.plan, self._measured
         if request.attempt != plan.attempt:
             raise RuntimeError(f"step {step}: attempt {request.attempt} is added up, this rank began {plan.attempt}")
         if request.rows is not None:
-            self._plan = replace(plan, rows=request.rows)
+            self.plan = replace(plan, rows=request.rows)
         if request.planned is not None:
-            self._planned = self._account_of(step, request.planned)
+            self.planned = self._account_of(step, request.planned)
         if request.probe is not None:
             self._fetched += [trajectory.nbytes for trajectory in trajectories]
             self._remember(Group(request.probe, trajectories, device=self._inputs.device, held=request.probe_tickets))
         overflow = None
-        if self._planned.count:
+        if self.planned.count:
             if self._region.measures:
                 with self._inputs.turn(), measured.span("probe"):
                     self._region.prepare()
@@ -264,20 +264,20 @@ class Update:
         step, self.under_way, self._summed = self.under_way, None, False
         stats = replace(self._optimize(step), measures_next=self._region.due, fetched=tuple(self._fetched))
         self._fetched.clear()
-        if self._plan.update == self._inputs.config.trainer.updates_per_batch - 1:
+        if self.plan.update == self._inputs.config.trainer.updates_per_batch - 1:
             self._passes.forget_proximal()
             self._profiler.stop()
         return stats
 
     def _optimize(self, step: int) -> UpdateStats:
-        inputs, plan, measured = self._inputs, self._plan, self._measured
+        inputs, plan, measured = self._inputs, self.plan, self._measured
         rate = learning_rate(inputs.config.trainer, step, inputs.config.total_steps)
-        stats = UpdateStats(step, plan.update, self._planned.count == 0, {"lr": rate}, rows=plan.rows)
+        stats = UpdateStats(step, plan.update, self.planned.count == 0, {"lr": rate}, rows=plan.rows)
         if stats.skipped:
             return replace(stats, spans=tuple(measured.spans))
         with measured.span("optimizer"):
-            self._sum.mean(inputs.parameters.gradients, plan.rows)
-            before = self._sum.scratch()
+            self.sum.mean(inputs.parameters.gradients, plan.rows)
+            before = self.sum.scratch()
             step_metrics = self.step_from(before, rate, step)
         if self._region.measures:
             with self._inputs.turn(), measured.span("probe"):
@@ -287,11 +287,11 @@ class Update:
 
     def _add(self, step: int) -> int | None:
         """Adds up the sums of all ranks; returns the exponent if the sum may have overflowed with it, else None."""
-        inputs, total = self._inputs, self._sum
+        inputs, total = self._inputs, self.sum
         account = total.reduce(inputs.world)
-        if not account.holds(self._planned):
+        if not account.holds(self.planned):
             raise RuntimeError(
-                f"step {step}: the ranks added {account.count} parts of groups, and of {self._planned.count} that were "
+                f"step {step}: the ranks added {account.count} parts of groups, and of {self.planned.count} that were "
                 "planned not each was added once"
             )
         if not account.fits(total.exponent):

@@ -18,7 +18,7 @@ from async_flowrl.training.flat import ALIGN_ELEMENTS, FlatParameters
 from async_flowrl.training.sharded import ShardedParameters
 from async_flowrl.types import EMA, POLICY, ByteArray
 from checkpoint_engine import CANARY_VERSION, Header, Layout, Publisher, VersionGone, canary_tensors, tensor_probe
-from checkpoint_engine.collective import CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveSender
 from checkpoint_engine.gather import Gather, GatheredVersions, Share, shard_rows
 from checkpoint_engine.layout import dtype_of
 from checkpoint_engine.publisher import SealedVersions
@@ -175,7 +175,7 @@ class PublishedStreams:
         self._tuning = tuning_of(config)
         self.policy: SealedVersions = self._new_publisher(POLICY)
         self.ema: SealedVersions | None = None if versions.ema is None else self._new_publisher(EMA)
-        self.collective = CollectiveSender(self.policy, Member(self._sent_from or parameters.values.device))
+        self.collective = CollectiveSender(self.policy, self._sent_from or parameters.values.device)
 
     def _new_publisher(self, stream: str) -> SealedVersions:
         return Publisher(

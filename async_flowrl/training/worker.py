@@ -231,7 +231,7 @@ class TrainerWorker:
         return self.parameters.fingerprint()
 
     def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:
-        """Writes the snapshot of `version` to `directory`/step_`version` and returns that. Raises KeyError or OSError."""
+        """Writes the snapshot of `version` to `directory`/step_`version`. Raises KeyError or OSError."""
         checkpoint = with_held(self.snapshots.of(version), self.versions.kept)
         if not self.config.keeps_state:
             self.snapshots.forget(version)

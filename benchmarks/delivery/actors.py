@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from checkpoint_engine.base import RING, Header
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.process_group import SENDER, Epoch, TorchLink
@@ -96,7 +96,7 @@ class Sending(Side):
         super().__init__(transport, megabytes)
         self.publisher = Publisher(self.tensors, retain=1)
         if transport != OBJECT_STORE:
-            self.group = CollectiveSender(self.publisher, Member(self._device))
+            self.group = CollectiveSender(self.publisher, self._device)
 
     def train(self, version: int) -> None:
         """Stands for a training step: fills the tensors, and the second buffer, with the version's number."""
@@ -117,7 +117,7 @@ class Receiving(Side):
         self.receiver = Receiver(self.tensors, capacity=1)
         self._payload = self.receiver.live  # instead of a third buffer
         if transport != OBJECT_STORE:
-            self.group = CollectiveReceiver(self.receiver, Member(self._device))
+            self.group = CollectiveReceiver(self.receiver, self._device)
 
     def get(self, data: ByteArray) -> None:
         """Second part of the bare transfer by the object store: copies the array, which Ray maps from there."""

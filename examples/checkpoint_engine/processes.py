@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from checkpoint_engine import RING, Ack, Draft, Header, Publisher, Receiver, TransferFailed
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.transports import OBJECT_STORE
@@ -42,11 +42,6 @@ def channel(context: BaseContext) -> tuple[Channel, Channel]:
     """Returns the two ends of a new channel: one for this process, one to pass to the other process."""
     (our_calls, their_calls), (our_aborts, their_aborts) = context.Pipe(), context.Pipe()
     return (our_calls, our_aborts), (their_calls, their_aborts)
-
-
-def member_for(transport: str) -> Member | None:
-    """Returns `member` for `ProcessSender` and `serve`; None for the transport object_store (shared memory)."""
-    return None if transport == OBJECT_STORE else Member()
 
 
 class SharedPayload:
@@ -75,10 +70,9 @@ class ProcessSender:
     Slow work runs in threads, beside the event loop.
     """
 
-    def __init__(self, publisher: Publisher, *, member: Member | None = None) -> None:
-        """`member` is this process's place in a collective group (`member_for`); None for shared memory."""
+    def __init__(self, publisher: Publisher, transport: str = OBJECT_STORE) -> None:
         self.publisher = publisher
-        self._group = None if member is None else CollectiveSender(publisher, member)
+        self._group = None if transport == OBJECT_STORE else CollectiveSender(publisher)
 
     async def stage(self, version: int) -> None:
         await asyncio.to_thread(self.publisher.stage, version)
@@ -122,7 +116,7 @@ class ProcessSender:
     @property
     def _sender(self) -> CollectiveSender:
         if self._group is None:
-            raise TransferFailed("this sender has no place in a group: give it a member")
+            raise TransferFailed("this sender has no place in a group: give it another transport")
         return self._group
 
 
@@ -177,21 +171,23 @@ class ProcessReceiver:
 class _Service:
     """Object whose methods a `ProcessReceiver` calls by name."""
 
-    def __init__(self, receiver: Receiver, member: Member | None) -> None:
-        self._receiver = receiver
-        self.group = None if member is None else CollectiveReceiver(receiver, member)
+    def __init__(self, receiver: Receiver, group: CollectiveReceiver | None) -> None:
+        self._receiver, self.group = receiver, group
 
     def receive(self, header: Header, reference: str, slot: str) -> Ack:
         return self._receiver.receive(header, read(reference)[: header.nbytes], slot)
 
 
 @contextlib.contextmanager
-def serve(connections: Channel, receiver: Receiver, *, member: Member | None = None) -> Iterator[threading.Event]:
+def serve(
+    connections: Channel, receiver: Receiver, *, group: CollectiveReceiver | None = None
+) -> Iterator[threading.Event]:
     """Answers a `ProcessReceiver` in threads of this process while the body of the `with` statement runs.
 
-    Yields an event that is set when the other side closes the channel. `member` is as for `ProcessSender`.
+    Yields an event that is set when the other side closes the channel. `group` is the receiver's place in a collective
+    group; None for shared memory.
     """
-    service, ended = _Service(receiver, member), threading.Event()
+    service, ended = _Service(receiver, group), threading.Event()
     for connection in connections:
         threading.Thread(target=_answer, args=(connection, service, ended), daemon=True).start()
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
 from tests.gpu.member_tensors import PRETENDED, tensors
@@ -52,7 +52,7 @@ def rank_of(number: int, transport: str, mode: str, ours: Connection) -> None:
 
 def _sending(transport: str, mode: str, ours: Connection) -> None:
     publisher = Publisher(tensors())
-    sender = CollectiveSender(publisher, Member("cuda"))
+    sender = CollectiveSender(publisher, "cuda")
     epoch = Epoch(transport, 1, "secret", *sender.address(), DEVICES, PATIENCE.get(mode, 60.0), 60.0)
     ours.send(epoch)
     publisher.stage(0)
@@ -67,7 +67,7 @@ def _sending(transport: str, mode: str, ours: Connection) -> None:
 def _receiving(number: int, transport: str, mode: str, ours: Connection) -> None:
     epoch = ours.recv()
     receiver = Receiver(tensors(fill=0.0))
-    taking = CollectiveReceiver(receiver, Member("cuda"))
+    taking = CollectiveReceiver(receiver, "cuda")
     taking.open(epoch, number)
     draft = Publisher(tensors()).draft(0)
     taking.ready(1, draft)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveSender
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.side_stream import HostCopy, PinnedBlocks, SideStream
@@ -22,7 +22,7 @@ pytestmark = [
 
 def alone(transport: str, publisher: Publisher) -> CollectiveSender:
     """A sender that is the only member of its group."""
-    sender = CollectiveSender(publisher, Member("cuda"))
+    sender = CollectiveSender(publisher, "cuda")
     sender.open(Epoch(transport, 0, "secret", *sender.address(), 1, 60.0))
     return sender
 
@@ -32,7 +32,7 @@ def test_a_slot_is_not_staged_into_while_its_last_buckets_are_under_way(
 ) -> None:
     publisher = Publisher(tensors(1000))
     sender = alone(transport, publisher)
-    broadcast = sender._member._broadcast
+    broadcast = sender.broadcast
 
     def staging_behind(buffer: torch.Tensor, seen: Callable[[int], None], behind: Callable[[], torch.Tensor]) -> None:
         def then_stage() -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_a_slot_is_not_staged_into_while_its_last_buckets_are_under_way(
 
         broadcast(buffer, seen, then_stage)
 
-    monkeypatch.setattr(sender._member, "_broadcast", staging_behind)
+    monkeypatch.setattr(sender, "broadcast", staging_behind)
     publisher.stage(0)
     publisher.stage(1)
     sender.send(publisher.draft(0))
@@ -106,7 +106,7 @@ def test_a_slot_is_not_written_while_an_activation_reads_it(on_host: bool) -> No
         received.join()
         digest = receiver.activate("policy", version)
     assert live_digest(receiver) == digest == publisher.payload(5)[0].digest
-    kept = [storage for _, storage in receiver._retained.values()]
+    kept = [storage for _, storage in receiver.retained.values()]
     assert all(storage.is_pinned() if on_host else storage.is_cuda for storage in kept)
 
 

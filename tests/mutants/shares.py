@@ -28,7 +28,7 @@ def trains_beside(weights: Any, pool: Any) -> None:
 SHARE_FAULTS = (
     Mutant(
         "the gather puts two tensors of one shape into each other's place",
-        {f"{GATHER}._place": rows_swapped, "checkpoint_engine.gather:check_sample": nothing},
+        {f"{GATHER}.place": rows_swapped, "checkpoint_engine.gather:check_sample": nothing},
         f"{GATHERS}:test_every_tensor_gets_its_own_rows",
         raises=("WeightsMismatch",),
     ),

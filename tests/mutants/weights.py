@@ -161,7 +161,7 @@ def detached_branch(guide: Any) -> Any:
 
 
 TENSOR_FAULTS = (
-    Mutant("missing √h", {"async_flowrl.algorithms.sde:_diffusion": without_root}, REFEREE, arguments=FLOW_GRPO),
+    Mutant("missing √h", {"async_flowrl.algorithms.sde:diffusion": without_root}, REFEREE, arguments=FLOW_GRPO),
     Mutant(
         "wrong old log-prob: the current policy's",
         {"async_flowrl.algorithms.policy_gradient:PolicyGradient._corrected": corrected_to_now},

@@ -11,7 +11,7 @@ from pretended import cuda, report
 from torch import Tensor
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveSender
 from checkpoint_engine.errors import EngineError, TransferFailed
 from checkpoint_engine.process_group import Epoch
 
@@ -91,7 +91,7 @@ def test_numpy_of_a_device_tensor() -> None:
 @pytest.mark.parametrize("missing", [False, True], ids=["slow set-up", "missing peer"])
 def test_a_group_that_takes_longer_than_its_deadline(monkeypatch: pytest.MonkeyPatch, missing: bool) -> None:
     """It is given up by name and in time, though NCCL goes on; and the next one works."""
-    sender = CollectiveSender(Publisher({"a": torch.zeros(64, device="cuda")}), Member("cuda"))
+    sender = CollectiveSender(Publisher({"a": torch.zeros(64, device="cuda")}), "cuda")
     monkeypatch.setenv("PRETEND_NCCL_SETUP", "0" if missing else str(2 * PATIENCE))
     began = time.monotonic()
     with pytest.raises(TransferFailed, match="epoch 1 could not be opened as rank 0"):

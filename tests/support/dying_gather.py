@@ -25,11 +25,11 @@ class DyingGather(TrainerWorker):
         """The process ends in this bucket of the next gather, when the bucket before it is on its way."""
         assert isinstance(self.sender, GatheredStreams)
         gather: Any = self.sender._gather
-        started = gather._started
+        started = gather.start
 
         def dying(what: str, piece: Any, peer: int, number: int) -> Any:
             if number == bucket:
                 die()
             return started(what, piece, peer, number)
 
-        gather._started = dying
+        gather.start = dying

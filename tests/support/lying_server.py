@@ -25,7 +25,7 @@ class LyingServer:
     url: str = ""
     connections: int = 0
 
-    def _serve(self, listening: socket.socket) -> None:
+    def serve(self, listening: socket.socket) -> None:
         while True:
             try:
                 connection, _ = listening.accept()
@@ -77,5 +77,5 @@ def lying(*answers: bytes | None) -> Iterator[LyingServer]:
     server = LyingServer(answers)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        threading.Thread(target=server._serve, args=(listening,), daemon=True).start()
+        threading.Thread(target=server.serve, args=(listening,), daemon=True).start()
         yield server

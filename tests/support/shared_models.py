@@ -62,7 +62,7 @@ def digests(model: Any) -> dict[str, str]:
 
 
 def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    pipeline = model._whole("be compared") if hasattr(model, "_whole") else model
+    pipeline = model.whole("be compared") if hasattr(model, "whole") else model
     for part, module in pipeline.components.items():
         if isinstance(module, nn.Module):
             yield part, module

@@ -82,7 +82,7 @@ def token_ids(text: str, system: str | None = None) -> list[int]:
 @cache
 def _tokenizer() -> tuple[Any, str]:
     """The tokenizer of the model, and its prompt template."""
-    pipeline = tiny_policy()._whole("tokenise")
+    pipeline = tiny_policy().whole("tokenise")
     return pipeline.tokenizer, str(pipeline.prompt_template_encode)
 
 

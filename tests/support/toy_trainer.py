@@ -21,7 +21,7 @@ from async_flowrl.training.checkpoint import (
     with_held,
     write_checkpoint,
 )
-from async_flowrl.training.exact import _TAIL, Account, ExactSum, _written, mark_of
+from async_flowrl.training.exact import TAIL, Account, ExactSum, mark_of, to_digits
 from async_flowrl.training.messages import (
     GroupMeta,
     Manifest,
@@ -145,10 +145,10 @@ class ToyTrainer:
     def contribution(self, of: tuple[int, int]) -> torch.Tensor:
         """Returns this rank's part of the sum over ranks, with its account; zeros if it has not begun attempt `of`."""
         if of != (self.step, self.plan.attempt):
-            return torch.zeros_like(self.sum._values)
+            return torch.zeros_like(self.sum.values)
         if self._contribution is None:
-            self._contribution = self.sum._values.clone()
-            self._contribution[-_TAIL:] = torch.tensor(_written(self.sum._account))
+            self._contribution = self.sum.values.clone()
+            self._contribution[-TAIL:] = torch.tensor(to_digits(self.sum.account))
         return self._contribution
 
     def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:

@@ -166,7 +166,7 @@ def finish(worker: TrainerWorker) -> UpdateStats:
 def gradient(worker: TrainerWorker) -> torch.Tensor:
     """Returns the mean gradient accumulated so far, [numel] float32, without doing the optimizer step."""
     out = torch.empty_like(worker.parameters.gradients)
-    worker.update._sum.mean(out, worker.update._plan.rows)
+    worker.update.sum.mean(out, worker.update.plan.rows)
     return out
 
 

@@ -136,14 +136,14 @@ class VirtualWorker:
     def __init__(self, pool: str, index: int, target: Any, *, incarnation: int = 0) -> None:
         self.pool, self.index, self.target = pool, index, target
         self.name = f"{pool}-{index}.{incarnation}" if incarnation else f"{pool}-{index}"
-        self._lanes: dict[str, asyncio.Lock] = {}
+        self.lanes: dict[str, asyncio.Lock] = {}
 
     def duration(self, method: str, args: tuple[Any, ...]) -> float:
         """Returns the virtual seconds that a call takes."""
         return 0.0
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
-        async with self._lanes.setdefault(lane, asyncio.Lock()):
+        async with self.lanes.setdefault(lane, asyncio.Lock()):
             return await self.serve(method, args)
 
     async def call_split(

@@ -71,7 +71,7 @@ def killed_while_training(step: int) -> Callable[[Outside, Groups], Any]:
 
     async def disturb(outside: Outside, groups: Groups) -> None:
         first = groups["trainer"].workers[0]
-        while first.calls.get("take_step", 0) < step or not first._lanes["main"].locked():  # noqa: ASYNC110
+        while first.calls.get("take_step", 0) < step or not first.lanes["main"].locked():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         next(worker for worker in groups["rollout"].workers if worker.name == "rollout-1").kill()
 

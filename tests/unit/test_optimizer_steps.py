@@ -88,7 +88,7 @@ def test_an_optimizer_step_whose_sum_overflows_is_made_again(
 
     def overflowing(trainer: ToyTrainer, request: TrainRequest) -> Summed:
         if trainer.step == 2 and trainer.plan.update == updates - 1 and len(refused) < 2:
-            refused.append(trainer.sum._account.count)
+            refused.append(trainer.sum.account.count)
             return Summed(-50, ())
         return add_up(trainer, request)
 

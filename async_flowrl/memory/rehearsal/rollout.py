@@ -68,7 +68,7 @@ def rehearse_rollout(config: Config, model: FakeModel) -> RolloutRehearsal:
             passes=chunks * config.rollout.num_inference_steps,
             run=chunks * STEPS,
             version_bytes=worker.receiver.layout.nbytes,
-            vae_parameters=sum(part.numel() for part in worker.engine.policy._whole("plan").vae.parameters()),  # type: ignore[attr-defined]
+            vae_parameters=sum(part.numel() for part in worker.engine.policy.whole("plan").vae.parameters()),  # type: ignore[attr-defined]
         )
 
 

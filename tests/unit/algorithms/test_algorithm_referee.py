@@ -138,7 +138,7 @@ def with_half_the_variance(diffusion: Callable[..., tuple[Tensor, Tensor]]) -> C
 @pytest.mark.parametrize("mutate", [without_sqrt_h, with_flipped_score, with_half_the_variance])
 def test_wrong_steps_miss(mutate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the mutation the same estimate lands: `test_on_policy_estimators_land[sde]`."""
-    monkeypatch.setattr(sde, "_diffusion", mutate(sde._diffusion))
+    monkeypatch.setattr(sde, "diffusion", mutate(sde.diffusion))
     assert on_policy_sde() > MISS
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from checkpoint_engine import RING, Ack, Delivery, Header, Publisher, Receiver, TransferFailed
 from checkpoint_engine.base import Draft
-from checkpoint_engine.collective import CollectiveReceiver, Member
+from checkpoint_engine.collective import CollectiveReceiver
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
 from examples.checkpoint_engine.processes import ProcessSender, read
@@ -29,7 +29,7 @@ class Local:
         self, receiver: Receiver, name: str, link: Callable[[], TorchLink] = lambda: TorchLink("gloo")
     ) -> None:
         self.receiver, self.name = receiver, name
-        self.group = CollectiveReceiver(receiver, Member(make=lambda transport, device: link()))
+        self.group = CollectiveReceiver(receiver, make=lambda transport, device: link())
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
         return await asyncio.to_thread(self.receiver.receive, header, read(payload.reference), slot)
@@ -84,7 +84,7 @@ class LinkedRig:
     def __init__(self, tensors: dict[str, Tensor], *, link: Callable[[], TorchLink] | None = None) -> None:
         self.tensors = tensors
         self.publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-        self.sender = ProcessSender(self.publisher, member=Member())
+        self.sender = ProcessSender(self.publisher, "gloo")
         self.replaced: list[str] = []
         self.broadcast = CollectiveBroadcast(self.sender, setup_seconds=PATIENCE, ready_seconds=PATIENCE)
         self.delivery = Delivery(self.sender, replace=self.replace, broadcast=self.broadcast)

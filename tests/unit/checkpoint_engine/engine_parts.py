@@ -55,12 +55,12 @@ def flipped(data: np.ndarray[Any, np.dtype[np.uint8]], at: int, bit: int = 0) ->
 def freeze(publisher: Publisher, version: int) -> None:
     """From now on the publisher stages the bytes of a retained version instead of its tensors."""
     stale = list(publisher.layout.views(torch.from_numpy(publisher.payload(version)[1].copy())).values())
-    copy = publisher._copy
+    copy = publisher.copied
 
     def frozen(slot: int, sources: list[Tensor]) -> Any:
         return replace(copy(slot, stale), sample=sample_of(publisher.layout, sources))
 
-    publisher._copy = frozen  # type: ignore[method-assign]
+    publisher.copied = frozen  # type: ignore[method-assign]
 
 
 class Gone(ConnectionError):

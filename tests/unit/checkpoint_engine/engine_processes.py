@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import Store
 
 from checkpoint_engine import Delivery, DeliveryOptions, Publisher, Receiver
 from checkpoint_engine import process_group as links_module
-from checkpoint_engine.collective import Member
+from checkpoint_engine.collective import CollectiveReceiver
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
-from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, member_for, serve
+from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, serve
 from tests.support.forked import CONTEXT
 from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, lora
@@ -71,8 +71,12 @@ def receiving(
     links_module.BUCKET_BYTES = BUCKET_BYTES
     zeros = {name: torch.zeros_like(tensor) for name, tensor in lora(**shape).items()}
     receiver = Receiver(zeros, alpha=ALPHA, rank=RANK, capacity=capacity)
-    member = Member(make=lambda transport, device: FaultyLink(fault)) if fault else member_for(transport)
-    with serve(connections, receiver, member=member), contextlib.suppress(EOFError):
+    group = None
+    if fault:
+        group = CollectiveReceiver(receiver, make=lambda transport, device: FaultyLink(fault))
+    elif transport != "object_store":
+        group = CollectiveReceiver(receiver)
+    with serve(connections, receiver, group=group), contextlib.suppress(EOFError):
         while True:
             results.send(_answer(receiver, *results.recv()))
 
@@ -160,7 +164,7 @@ class Rig:
         self.transport, self.shape = transport, shape
         self.tensors = lora(**shape)
         self.publisher = Publisher(self.tensors, alpha=ALPHA, rank=RANK)
-        self.sender = ProcessSender(self.publisher, member=member_for(transport))
+        self.sender = ProcessSender(self.publisher, transport)
         self.broadcast = None
         if transport != "object_store":
             self.broadcast = CollectiveBroadcast(

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from checkpoint_engine import Publisher, Receiver
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.process_group import Epoch
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, lora
 
@@ -54,9 +54,9 @@ def deliver(delivered: list[str], stop: threading.Event) -> None:
     """Epoch after epoch with a receiver in another thread, until training is over."""
     tensors = lora(width=256)
     publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-    sender = CollectiveSender(publisher, Member())
+    sender = CollectiveSender(publisher)
     receiver = Receiver({n: torch.zeros_like(t) for n, t in tensors.items()}, alpha=ALPHA, rank=RANK)
-    taking = CollectiveReceiver(receiver, Member())
+    taking = CollectiveReceiver(receiver)
     while len(delivered) < 3 or not stop.is_set():
         version = len(delivered)
         publisher.stage(version)

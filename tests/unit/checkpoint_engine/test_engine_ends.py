@@ -151,9 +151,9 @@ def test_other_tensors_of_the_layout_can_be_published() -> None:
     receiver.receive(*publisher.payload(-1))
     receiver.activate("policy", -1)
     assert all((t == 7.0).all() for t in receiver.tensors.values())
-    with pytest.raises(WeightsMismatch, match=r"lora_A.weight is missing"):
+    with pytest.raises(WeightsMismatch, match=r"lora_A.weight is not as in its layout"):
         publisher.stage(5, {n: t for n, t in canary.items() if "0.lora_A" not in n})
-    with pytest.raises(WeightsMismatch, match="extra is not in its layout"):
+    with pytest.raises(WeightsMismatch, match="extra is not as in its layout"):
         publisher.stage(5, canary | {"extra": torch.zeros(1)})
 
 

@@ -102,7 +102,7 @@ def test_rows_that_are_swapped_before_their_sample_pass_every_digest_and_are_nam
 
 def test_rows_that_come_into_the_wrong_place_are_named_by_the_sample() -> None:
     made = Ranks(2, weights(0), bucket_bytes=1 << 20)
-    with mock.patch.object(Gather, "_place", rows_swapped(Gather._place)):
+    with mock.patch.object(Gather, "place", rows_swapped(Gather.place)):
         shares = made.each(lambda rank: rank.gather.share(rank.flat(weights(0))))
         sent = made.threads.submit(made.ranks[1].versions.gather, 0, shares[1])
         with pytest.raises(WeightsMismatch, match=f"of rank 0 .*{ONE}"):
@@ -128,7 +128,7 @@ def test_ranks_that_are_not_at_the_same_gather_end_it_and_mix_no_rows() -> None:
     made = Ranks(2, weights(0), seconds=1.0)
     first, other = made.ranks
     made.threads.submit(other.versions.gather, 0, other.gather.share(other.flat(weights(0))))
-    first.gather._count += 1
+    first.gather.count += 1
     with pytest.raises(TransferFailed):
         first.versions.gather(1, first.gather.share(first.flat(weights(1))))
     assert first.versions.retained() == ()

@@ -41,7 +41,7 @@ def test_fsdp_on_the_default_group_trains_the_same_weights_beside_deliveries(tmp
 
 def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> None:
     publisher, receiver = ends(lora())
-    sender, taking = CollectiveSender(publisher, Member()), CollectiveReceiver(receiver, Member())
+    sender, taking = CollectiveSender(publisher), CollectiveReceiver(receiver)
     header, _ = sealed(publisher, 0)
     host, port = sender.address()
     strange = Member()

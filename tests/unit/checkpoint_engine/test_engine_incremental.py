@@ -12,7 +12,7 @@ import torch
 from checkpoint_engine import Publisher, TransferCorrupted, WeightsMismatch
 from checkpoint_engine import process_group as links_module
 from checkpoint_engine.base import Header
-from checkpoint_engine.collective import CollectiveReceiver, Member
+from checkpoint_engine.collective import CollectiveReceiver
 from checkpoint_engine.incremental import trailer, trailer_bytes
 from checkpoint_engine.process_group import Limit, Link
 from tests.support.live import live_digest
@@ -50,9 +50,9 @@ class Handed:
 
 
 def taking(receiver: object, link: Link) -> CollectiveReceiver:
-    member = Member(make=lambda transport, device: link)
-    member._link, member._epoch = link, links_module.Epoch("gloo", 1, "secret", "h", 1, 2, 5.0)
-    return CollectiveReceiver(receiver, member)  # type: ignore[arg-type]
+    end = CollectiveReceiver(receiver)  # type: ignore[arg-type]
+    end.link, end.epoch = link, links_module.Epoch("gloo", 1, "secret", "h", 1, 2, 5.0)
+    return end
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_collective_that_failed_is_an_error_though_it_counts_as_completed(monk
     payload, limit = torch.zeros(8, dtype=torch.uint8), Limit.of(threading.Event(), 60.0)
     with pytest.raises(TransferFailed, match="NCCL: ncclRemoteError"):
         link.broadcast(payload, limit, lambda end: None, lambda: payload)
-    assert link._in_use, "the collective may still read or write there"
+    assert link.in_use, "the collective may still read or write there"
 
 
 @pytest.mark.parametrize("transport", ["nccl", "pynccl"])

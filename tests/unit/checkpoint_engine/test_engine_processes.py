@@ -121,7 +121,7 @@ def test_a_long_life_costs_no_memory_threads_or_descriptors(publishes: int, tran
                 made.train()
                 await made.publish(version)
                 if version % 10 == 0 and made.broadcast is not None:
-                    made.broadcast._members = ()
+                    made.broadcast.members = ()
                 if version == publishes // 2:
                     warm = [usage(), made.children["a"].ask("usage"), made.children["b"].ask("usage")]
             assert made.delivery.stats.fallbacks == 0

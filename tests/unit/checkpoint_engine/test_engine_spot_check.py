@@ -47,7 +47,7 @@ def test_staged_bytes_that_are_not_those_of_tensors_together_are_named(victim: s
     placed = together(tensors())
     publisher = Publisher(placed, retain=1)
     publisher.stage(0)
-    buffer = publisher._staged[0].host
+    buffer = publisher.staged[0].host
     assert buffer is not None
     buffer.views[sorted(SHAPES).index(victim)].add_(1.0)
     with pytest.raises(WeightsMismatch, match=f"version 0 .* {victim} begins"):

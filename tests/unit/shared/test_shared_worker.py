@@ -135,7 +135,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
     config, now = shared_config(), [100.0]
     config.algorithm.kl_probe_images = 2 if measured else 0
     one, ended = worker(config), list[UpdateStats]()
-    one.rollout.turns._clock = lambda: now[0]
+    one.rollout.turns.clock = lambda: now[0]
     sampler = rig.Sampler(config)
     sampler.load(rig.weights(one.trainer))
     handed = [sampler.group(0, group) for group in (0, 1)]
@@ -158,7 +158,7 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
     unit.join(LIMIT)
     with one.rollout.turns.sampling():
         ends = in_a_thread(end)
-        until(lambda: one.rollout.turns._waiting or not ends.is_alive())
+        until(lambda: one.rollout.turns.waiting or not ends.is_alive())
         assert ends.is_alive() == measured, "the optimizer step waits for a ticket only to measure its KL"
         now[0] += 7.0
     for thread in (ends, unit):

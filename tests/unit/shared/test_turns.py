@@ -40,7 +40,7 @@ def test_training_comes_before_a_ticket_that_was_given_ahead() -> None:
     assert under_way.inside.wait(LIMIT)
     ahead = Unit(turns.sampling, done, "ticket ahead")
     training = Unit(turns.training, done, "training")
-    until(lambda: len(vars(turns._changed)["_waiters"]) == 2)
+    until(lambda: len(vars(turns.changed)["_waiters"]) == 2)
     assert not training.inside.is_set(), "no ticket is interrupted"
     under_way.end()
     until(lambda: training.inside.is_set() or ahead.inside.is_set())

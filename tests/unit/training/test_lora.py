@@ -21,7 +21,7 @@ from tests.support.tiny import RED, adapted_policy, randomise, sampling, tensors
 
 def output(policy: QwenImagePolicy) -> Tensor:
     x = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0))
-    if policy._pipeline is None:
+    if policy.pipeline is None:
         positive = {"prompt_embeds": torch.randn(13, 32, generator=torch.Generator().manual_seed(1))}
     else:
         positive = tensors(policy.encode([RED.text])[0])
