@@ -38,20 +38,12 @@ class HeadLost(RuntimeError):
     """Raised if the node with Ray's head cannot be reached any more; nothing can then be started or ended."""
 
 
-def patience() -> float:
-    return DRIVER_SHARE_OF_PATIENCE * ray_patience()
-
-
 def ray_patience() -> float:
     """Returns the seconds after which Ray's own processes give a head up."""
     try:
         return float(os.environ.get(PATIENCE, RAY_PATIENCE_SECONDS))
     except ValueError:
         return RAY_PATIENCE_SECONDS
-
-
-async def watch_head() -> NoReturn:
-    await watch_address(*head(), patience())
 
 
 async def watch_address(host: str, port: int, seconds: float) -> NoReturn:

@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from separation.group import PoolSpec, WorkerGroup
-from separation.head_watchdog import HeadLost, unreachable, watch_head
+from separation.head_watchdog import DRIVER_SHARE_OF_PATIENCE, HeadLost, head, ray_patience, unreachable, watch_address
 from separation.placement import (
     PACK,
     STRICT_PACK,
@@ -45,7 +45,7 @@ from separation.processes import (
     sigterm_ours_alone,
 )
 from separation.ray_internals import free_by_node, job_config, keep_terminal_clear
-from separation.ray_pool import START_SECONDS, ElasticRayGroup, RayGroup, ReservedSeat, Seats
+from separation.ray_pool import START_SECONDS, RayGroup, ReservedSeat, Seats
 from separation.supervise import together
 
 log = logging.getLogger(__name__)
@@ -185,22 +185,20 @@ class RaySession:
         check_fits(reservations, nodes)
         reserved = await self._take(reservations, nodes, start_deadline)
         for spec in self._pools:
-            seated = [reserved[spec.name, index] for index in range(spec.least)]
+            seats, seated = None, [reserved[spec.name, index] for index in range(spec.least)]
             if spec.elastic:
                 seats = Seats(needs_of(spec, exists), spec.most, self._placement_groups)
                 seated = [seats.adopt(seat.group) for seat in seated] + await seats.available(START_SECONDS)
-                self._groups[spec.name] = ElasticRayGroup(
-                    spec, seated, start_deadline=start_deadline, log_dir=log_dir, seats=seats
-                )
-            else:
-                self._groups[spec.name] = RayGroup(spec, seated, start_deadline=start_deadline, log_dir=log_dir)
+            self._groups[spec.name] = RayGroup(
+                spec, seated, start_deadline=start_deadline, log_dir=log_dir, seats=seats
+            )
         await together(*(group.start() for group in self._groups.values()))
         return {**self._groups}
 
     async def watch(self) -> NoReturn:
         """Raises HeadLost when the cluster's head is lost; never returns. `close` then asks nothing of Ray any more."""
         try:
-            await watch_head()
+            await watch_address(*head(), DRIVER_SHARE_OF_PATIENCE * ray_patience())
         except HeadLost:
             self._headless = True
             raise
@@ -230,7 +228,7 @@ class RaySession:
     async def _take(
         self, reservations: Sequence[Reservation], nodes: Sequence[Resources], seconds: float
     ) -> dict[tuple[str, int], ReservedSeat]:
-        # In order, so that earlier reservations are served first. Returns (pool, index) → seat.
+        # In order, so that earlier reservations are served first.
         # Returns (pool, index) → seat.
         reserved: dict[tuple[str, int], ReservedSeat] = {}
         pending: list[PlacementGroup] = []

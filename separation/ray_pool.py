@@ -18,17 +18,7 @@ from ray import exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from separation.group import (
-    VISIBLE_DEVICES,
-    Growth,
-    NoSeat,
-    PoolSpec,
-    Ref,
-    RefLost,
-    Worker,
-    WorkerDied,
-    WorkerFailed,
-)
+from separation.group import VISIBLE_DEVICES, Growth, NoSeat, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
 from separation.local import Lane
 from separation.node import code_of, compare_code
 from separation.placement import Resources
@@ -301,13 +291,21 @@ class RayWorker:
 
 
 class RayGroup:
-    """A pool of RayWorkers of fixed size; a worker's successor takes the same seat."""
+    """A pool of RayWorkers; a worker's successor takes the same seat. One with `seats` is elastic, and its `growth`."""
 
     def __init__(
-        self, spec: PoolSpec, reserved: Sequence[ReservedSeat], *, start_deadline: float, log_dir: Path | None = None
+        self,
+        spec: PoolSpec,
+        reserved: Sequence[ReservedSeat],
+        *,
+        start_deadline: float,
+        log_dir: Path | None,
+        seats: Seats | None = None,
     ) -> None:
         self.spec = spec
         self.growth: Growth | None = None
+        if seats is not None:
+            self.growth, self._seats = self, seats
         several = spec.elastic or sum(bool(node["Alive"]) for node in ray.nodes()) > 1
         self._code = code_of(spec.same_code) if several else None
         self._reserved = dict(enumerate(reserved))
@@ -326,15 +324,13 @@ class RayGroup:
         old.kill()
         async with deadline(self._start_deadline, f"replacing {old.name}"):
             await old.gone()
-            self._reserved[index] = await self._seat_after(self._reserved[index])
+            if self.growth is not None:
+                self._reserved[index] = await self._seats.successor(self._reserved[index])
             self._incarnations[index] += 1
             fresh = self._hosts[index] = self._create(index)
             self.workers[[worker.index for worker in self.workers].index(index)] = fresh
             await fresh.build()
         return fresh
-
-    async def _seat_after(self, seat: ReservedSeat) -> ReservedSeat:
-        return seat
 
     async def fetch(self, ref: Ref) -> Any:
         if not isinstance(ref, ray.ObjectRef):
@@ -365,21 +361,7 @@ class RayGroup:
         waiting = [host.name for host in self._hosts.values() if not host.pid]
         return f"no process yet: {', '.join(waiting)}" if waiting else f"pid {os.getpid()} waits for their factories"
 
-
-class ElasticRayGroup(RayGroup):
-    """A pool whose workers may join and leave, and whose successors may get other seats; implements `Growth`, too."""
-
-    def __init__(
-        self,
-        spec: PoolSpec,
-        reserved: Sequence[ReservedSeat],
-        *,
-        start_deadline: float,
-        log_dir: Path | None,
-        seats: Seats,
-    ) -> None:
-        super().__init__(spec, reserved, start_deadline=start_deadline, log_dir=log_dir)
-        self.growth, self._seats = self, seats
+    # What follows implements Growth, for an elastic pool.
 
     async def seat(self) -> ReservedSeat:
         return await self._seats.next()
@@ -417,9 +399,6 @@ class ElasticRayGroup(RayGroup):
             host.kill()
             self.workers[:] = [worker for worker in self.workers if worker.index != index]
             await self._seats.give_back(self._reserved.pop(index))
-
-    async def _seat_after(self, seat: ReservedSeat) -> ReservedSeat:
-        return await self._seats.successor(seat)
 
 
 def translate(error: BaseException, worker: str, method: str) -> BaseException:

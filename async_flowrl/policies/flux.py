@@ -58,7 +58,7 @@ class FluxPolicy(PipelinePolicy):
     ) -> Tensor:
         embeds = self._rows(branches, "prompt_embeds", len(latents))
         guidance = torch.full_like(sigma, sampling.guidance_scale) if self.embeds_guidance else None
-        out = self.transformer(
+        return self._called(
             hidden_states=latents.to(self._dtype),
             timestep=self._time(sigma),
             guidance=guidance,
@@ -66,9 +66,7 @@ class FluxPolicy(PipelinePolicy):
             pooled_projections=self._rows(branches, "pooled_prompt_embeds", len(latents)),
             txt_ids=embeds.new_zeros(embeds.shape[1], 3),
             img_ids=_positions(self._grid(sampling.resolution), embeds),
-            return_dict=False,
-        )[0]
-        return cast("Tensor", out).float()
+        )
 
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         unpacked = pipeline._unpack_latents(latents, *height_width(resolution), pipeline.vae_scale_factor)

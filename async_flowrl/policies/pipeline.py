@@ -286,6 +286,9 @@ class PipelinePolicy(Policy):
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor: ...
 
+    def _called(self, **inputs: Any) -> Tensor:
+        return cast("Tensor", self.transformer(**inputs, return_dict=False)[0]).float()
+
     def _rows(self, branches: Sequence[Mapping[str, Tensor]], name: str, rows: int) -> Tensor:
         tensors = [branch[name].to(self._dtype) for branch in branches]
         return torch.cat([tensor.expand(rows // len(branches), *tensor.shape) for tensor in tensors])

@@ -90,15 +90,13 @@ class QwenImagePolicy(PipelinePolicy):
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
         embeds, mask = qwen_text.padded_texts(branches, len(latents) // len(branches), self._dtype)
-        out = self.transformer(
+        return self._called(
             hidden_states=latents.to(self._dtype),
             timestep=self._time(sigma),
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask,
             img_shapes=[[(1, *self._grid(sampling.resolution))]] * len(latents),
-            return_dict=False,
-        )[0]
-        return cast("Tensor", out).float()
+        )
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         vae = pipeline.vae

@@ -54,14 +54,12 @@ class SanaPolicy(PipelinePolicy):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        out = self.transformer(
-            latents.to(self._dtype),
+        return self._called(
+            hidden_states=latents.to(self._dtype),
             encoder_hidden_states=self._rows(branches, "prompt_embeds", len(latents)),
             encoder_attention_mask=self._rows(branches, "prompt_attention_mask", len(latents)),
             timestep=sigma * 1000 * self._config.timestep_scale,
-            return_dict=False,
-        )[0]
-        return cast("Tensor", out).float()
+        )
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         vae = pipeline.vae

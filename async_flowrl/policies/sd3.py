@@ -1,7 +1,7 @@
 """The model family Stable Diffusion 3 and 3.5: latents are [16, h, w]; there are three text encoders."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -55,14 +55,12 @@ class SD3Policy(PipelinePolicy):
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        out = self.transformer(
+        return self._called(
             hidden_states=latents.to(self._dtype),
             timestep=sigma * 1000,
             encoder_hidden_states=self._rows(branches, "prompt_embeds", len(latents)),
             pooled_projections=self._rows(branches, "pooled_prompt_embeds", len(latents)),
-            return_dict=False,
-        )[0]
-        return cast("Tensor", out).float()
+        )
 
 
 class SD3Family(PipelineFamily):

@@ -65,29 +65,24 @@ def load_engine(
     where = "resident" if model.random else config.rollout.text_encoder  # Random models have no text encoders.
     base = base or OneBase(model, parts=PARTS[where], device=device)
     policy, digest = base.policy, base.digest
-    decode_by_parts(policy, config)
+    rollout = config.rollout
+    if rollout.vae_slicing or rollout.vae_tiling:
+        as_pipeline(policy, PARTS_OF_IMAGES).decode_by_parts(images=rollout.vae_slicing, tiles=rollout.vae_tiling)
     tuning = tuning_of(config)
     tuning.attach(policy, config.seed)
     tuning.keep_compute_copies(policy.transformer)
     policy.transformer.requires_grad_(False).eval()
-    if config.rollout.compile:
+    if rollout.compile:
         compile_blocks(policy)
     if embeddings is not None:
         staying = list(tuning.parameters(policy.transformer).values())
         embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
-    size = config.rollout.batch_size
     check_policy(config, policy)
+    size = rollout.batch_size
     made = DiffusersEngine(
         policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings
     )
     return made, digest
-
-
-def decode_by_parts(policy: Policy, config: Config) -> None:
-    """Applies `rollout.vae_slicing` and `.vae_tiling`. Raises ValueError if the model has none."""
-    images, tiles = config.rollout.vae_slicing, config.rollout.vae_tiling
-    if images or tiles:
-        as_pipeline(policy, PARTS_OF_IMAGES).decode_by_parts(images=images, tiles=tiles)
 
 
 def check_policy(config: Config, policy: Policy) -> None:

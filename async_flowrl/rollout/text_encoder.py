@@ -324,12 +324,12 @@ class Parked:
         with ONE_AT_A_TIME:
             try:
                 for tensor in self._tensors:
-                    tensor.data = moved(tensor.data, torch.device("cpu"))
+                    tensor.data = tensor.data.to("cpu")  # Not to pinned memory, which torch would never free.
                 _free()
                 yield
             finally:
                 for tensor in self._tensors:
-                    tensor.data = moved(tensor.data, self._device)
+                    tensor.data = tensor.data.to(self._device)
 
 
 @contextmanager
@@ -342,8 +342,3 @@ def base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
         read = base.is_read
         with Parked(base.policy.transformer, device, staying=()).aside() if read else nullcontext():
             yield
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to `device`, not through pinned memory, because torch would never free that memory."""
-    return tensor.to(device)

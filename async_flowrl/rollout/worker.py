@@ -25,16 +25,7 @@ from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.transfers import ONE_AT_A_TIME
-from async_flowrl.types import (
-    ACTIVATE,
-    EMA,
-    EVALUATION,
-    POLICY,
-    EmbeddingKey,
-    RolloutReport,
-    RolloutRequest,
-    Span,
-)
+from async_flowrl.types import ACTIVATE, EMA, EVALUATION, POLICY, EmbeddingKey, RolloutReport, RolloutRequest, Span
 from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine.collective import CollectiveReceiver

@@ -195,8 +195,6 @@ def read_controller(path: Path) -> dict[str, Any]:
 FORMAT = 5
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
 FOLDER = "shards"  # Folder of a checkpoint with the files of all ranks, where each has a share of the weights.
-# Name of a file with the share of a rank; the group is the rank.
-_SHARE = re.compile(rf"{FOLDER}/rank_(\d+)\.pt")
 REPLICATED = "algorithm"  # Part of a checkpoint of which every rank has all: the state of an algorithm.
 Description = Mapping[str, Any]  # Size of a file in bytes (`bytes`) and its digest (`sha256`, hex).
 
@@ -241,14 +239,14 @@ def verify_checkpoint(path: Path, *, shares: bool = True) -> list[str]:
     """Checks every file (shares only by size without `shares`) and returns the names. Raises DamagedCheckpoint."""
     files = _read_manifest(path)
     for name, expected in files.items():
-        _check(path, name, expected, hashed=shares or _rank_of(name) is None)
+        _check(path, name, expected, hashed=shares or not _is_share(name))
     return list(files)
 
 
 def verify_share(path: Path, rank: int) -> None:
     """Checks every file against the manifest, without other ranks' shares. Raises DamagedCheckpoint."""
     for name, expected in _read_manifest(path).items():
-        _check(path, name, expected, hashed=_rank_of(name) in (None, rank))
+        _check(path, name, expected, hashed=name == _share_name(rank) or not _is_share(name))
 
 
 def _read_manifest(path: Path) -> dict[str, Description]:
@@ -276,9 +274,8 @@ def _share_name(rank: int) -> str:
     return f"{FOLDER}/rank_{rank}.pt"
 
 
-def _rank_of(name: str) -> int | None:
-    match = _SHARE.fullmatch(name)
-    return None if match is None else int(match[1])
+def _is_share(name: str) -> bool:
+    return name.startswith(f"{FOLDER}/")
 
 
 def manifest_digest(files: Mapping[str, Any]) -> str:

@@ -23,11 +23,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import reference_mode
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.messages import (
-    GAP,
-    PartStats,
-    StepPlan,
-)
+from async_flowrl.training.messages import GAP, PartStats, StepPlan
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import Group, Part, World, to_device
 from async_flowrl.types import Conditioning, EncoderInput, Span
@@ -96,9 +92,7 @@ class ForwardPasses:
         inputs, trainer = self._inputs, self._inputs.config.trainer
         return list(
             group.micro_batches(
-                inputs.algorithm.records,
-                part.part,
-                steps=trainer.timesteps_per_forward or len(group.train_steps),
+                inputs.algorithm.records, part.part, steps=trainer.timesteps_per_forward or len(group.train_steps)
             )
         )
 

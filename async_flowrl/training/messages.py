@@ -110,12 +110,7 @@ class TrainRequest:
     def split(self) -> "list[TrainRequest]":
         """Returns requests with one group each, which together do the same."""
         return [
-            replace(
-                self,
-                metas=(meta,),
-                begins=self.begins if index == 0 else None,
-                tickets=(),
-            )
+            replace(self, metas=(meta,), begins=self.begins if index == 0 else None, tickets=())
             for index, meta in enumerate(self.metas)
         ]
 

@@ -57,10 +57,7 @@ class RolloutPipeline(nn.Module):
         policy = around_network(network, model, self.device, offload=config.rollout.text_encoder == "offload")
         policy.decode_by_parts(images=config.rollout.vae_slicing, tiles=config.rollout.vae_tiling)
         self.engine = DiffusersEngine(
-            policy,
-            batch_size=config.rollout.batch_size,
-            device=self.device,
-            text_encoder=config.rollout.text_encoder,
+            policy, batch_size=config.rollout.batch_size, device=self.device, text_encoder=config.rollout.text_encoder
         )
 
     def forward(self, req: Any) -> list[DiffusionOutput]:

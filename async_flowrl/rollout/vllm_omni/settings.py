@@ -157,11 +157,7 @@ class NetworkShapes:
 def network_shapes(config: Config, model: ResolvedModel) -> NetworkShapes:
     """Returns the shapes by the model's configuration files. Raises ValueError if `lora.targets` names no layer."""
     policy = load_family(model.family).load(
-        model.path,
-        dtype=DTYPES[model.dtype],
-        device=torch.device("cpu"),
-        parts="structure",
-        revision=model.revision,
+        model.path, dtype=DTYPES[model.dtype], device=torch.device("cpu"), parts="structure", revision=model.revision
     )
     base = _shapes(policy.transformer.named_parameters())
     attach_lora(policy.transformer, config.lora, policy)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_engine import TransferFailed
-from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender, Member
+from checkpoint_engine.collective import CollectiveReceiver, CollectiveSender
 from checkpoint_engine.process_group import Epoch
 from tests.support.forked import CONTEXT
 from tests.unit.checkpoint_engine.engine_parts import ends, lora, sealed
@@ -44,7 +44,7 @@ def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> Non
     sender, taking = CollectiveSender(publisher), CollectiveReceiver(receiver)
     header, _ = sealed(publisher, 0)
     host, port = sender.address()
-    strange = Member()
+    strange = CollectiveReceiver(receiver)
     errors: list[str] = []
 
     def intrude() -> None:
@@ -71,6 +71,6 @@ def test_a_stranger_with_another_secret_cannot_join_and_disturbs_nobody() -> Non
     assert receiver.activate("policy", 0) == header.digest
     assert len(errors) == 1 and "epoch 1 could not be opened as rank 1" in errors[0]
     with pytest.raises(TransferFailed, match="before the members were ready"):
-        strange.take(receiver.expect(publisher.draft(1)))
+        strange.accept(publisher.draft(1))
     taking.abort()
     sender.abort()

@@ -15,10 +15,10 @@ from async_flowrl.training.exact import (
     HEADROOM_BITS,
     Account,
     ExactSum,
-    _read,
-    _written,
     fitting_exponent,
+    from_digits,
     mark_of,
+    to_digits,
 )
 from async_flowrl.training.parts import World
 from async_flowrl.training.update import NonFiniteError
@@ -78,8 +78,8 @@ def test_the_account_is_exact_whoever_holds_its_parts() -> None:
     halves = [Account(), Account()]
     for place, value in enumerate(values):
         halves[place % 2] = halves[place % 2].plus(mark_of(3, 0, place, 1), value)
-    digits = [sum(pair) for pair in zip(*(_written(half) for half in halves), strict=True)]
-    assert _read(digits) == whole and max(digits) < 2**32
+    digits = [sum(pair) for pair in zip(*(to_digits(half) for half in halves), strict=True)]
+    assert from_digits(digits) == whole and max(digits) < 2**32
     assert len({mark_of(s, u, g, p) for s in range(9) for u in range(3) for g in range(9) for p in range(3)}) == 729
 
 
