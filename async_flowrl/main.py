@@ -80,7 +80,6 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:
-    """Writes a report about the runs of a sweep of several `jobs` in the deepest folder that holds them all."""
     from async_flowrl.report.page import write_page
 
     runs = [folder for folder in folders if (folder / "report.html").exists()]
@@ -97,7 +96,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
-    """Returns the arguments, and True if Hydra itself must handle them. Raises ConfigError."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default=DEFAULT)
     parser.add_argument("--config-dir", "-cd", type=lambda text: Path(text).absolute())
@@ -148,7 +146,6 @@ def worst(codes: Collection[int]) -> int:
 
 
 def record(values: DictConfig, hydras: DictConfig, output_dir: str) -> dict[str, str]:
-    """Returns the job's `.hydra/` files, name → text: composed `values`, Hydra's own settings, typed overrides."""
     hydra_part = OmegaConf.create({"hydra": OmegaConf.to_container(hydras)})
     hydra_part.hydra.runtime.output_dir = str(Path(output_dir).absolute())
     return {

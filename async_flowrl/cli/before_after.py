@@ -49,11 +49,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Row:
-    """One score before and after ("before", "after" of `scores`), paired by prompt and initial noise.
-
-    `improved` is the share of images (0..1) that score better than the base model's image of the same noise; for a
-    negative weight lower is better.
-    """
+    """One score of images before and after, paired by prompt and noise; `improved` is their share, 0..1."""
 
     kind: str
     weight: float
@@ -79,11 +75,9 @@ class Comparison:
 
 
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
-    """Makes and scores images of the base model and then images with the trained weights.
+    """Scores images of both. Raises ValueError if weights and model do not fit, or a score is missing.
 
-    Raises ValueError with one sentence if they do not fit, the model cannot make a size, a prompt has no score (unless
-    `reward.on_error=skip`), or a required score, or every score, is missing for all prompts. Raises ServerLost if the
-    server of a reward fails.
+    Raises ServerLost if the server of a reward fails.
     """
     check_sizes(job)
     settings = from_config(job.config)
@@ -112,7 +106,7 @@ async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -
 
 
 def compared(job: Job, before: Scored, after: Scored) -> Comparison:
-    """Compares measurements, one row per score. Raises ValueError if a required term, or every score, has no row."""
+    """One row per score. Raises ValueError if a required term, or every score, has no row."""
     names = [*job.terms, *([TOTAL] if job.trained else [])]
     missing = tuple(name for name in names if not _common(name, before, after))
     required = [name for name in missing if name in job.terms and job.terms[name].required]
@@ -129,7 +123,6 @@ def _common(name: str, before: Scored, after: Scored) -> list[int]:
 
 
 def row(name: str, job: Job, before: Scored, after: Scored) -> Row:
-    """Computes the row of one score, which at least one prompt must have before and after."""
     common = _common(name, before, after)
     if len(common) < len(job.prompts):
         logger.warning("%s: means over %d of %d prompts", name, len(common), len(job.prompts))
@@ -182,10 +175,7 @@ async def scored(
     prompt: Prompt,
     images: ByteArray,
 ) -> Scores:
-    """Returns the scores of images uint8 [n, H, W, 3] by all terms, each tried again up to `reward.retries` times.
-
-    Raises RewardError if a required term, or every term, still has no score.
-    """
+    """Scores images uint8 [n, H, W, 3], each term up to `reward.retries` times more. RewardError if one is missing."""
 
     def ask(terms: Sequence[str]) -> Awaitable[Scores]:
         return reward.attempt(prompt, images, executor, only=terms)
@@ -231,7 +221,6 @@ _MAX_SCORES = 4  # Largest number of score lines below an image.
 
 
 def table(comparison: Comparison) -> str:
-    """One row per score: means before and after, and the paired difference with its 95 % interval."""
     job, how = comparison.job, from_config(comparison.job.config).sampling
     title = (
         f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "

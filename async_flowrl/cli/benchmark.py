@@ -1,8 +1,7 @@
 """async-flowrl benchmark [--out DIR] [key=value ...]: all modes side by side, on the same devices and your load.
 
-It runs `sync` shared (every process samples and trains) and separate, then `stream`, `one_step_off`, `one_step_off`
-shared and `fully_async`, one after another and repeatedly. A run's bound is the shortest step that any schedule could
-make of what its workers took for the work.
+The variants run one after another and repeatedly. A run's bound is the shortest step that any schedule could make of
+what its workers took for the work.
 """
 
 import argparse
@@ -60,8 +59,6 @@ class Measured:
 
 
 def variants(devices: int, rollout: int) -> list[Variant]:
-    """Returns every variant for `devices` devices, of which `rollout` generate where pools are separate."""
-
     def workers(sampling: int, training: int) -> tuple[str, str]:
         return f"rollout.num_workers={sampling}", f"trainer.num_workers={training}"
 
@@ -77,7 +74,6 @@ def variants(devices: int, rollout: int) -> list[Variant]:
 
 
 def chosen(options: argparse.Namespace) -> list[Variant]:
-    """Returns the variants that the arguments ask for. Raises ValueError for too few devices or an unknown name."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 2
     devices = sum(options.split) if options.split else options.devices or found
     if devices < 2:
@@ -90,7 +86,6 @@ def chosen(options: argparse.Namespace) -> list[Variant]:
 
 
 def run(variant: Variant, overrides: Sequence[str], folder: Path) -> Measured:
-    """Makes one run in a process of its own. Raises ValueError if it fails or has no steady state."""
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", variant.mode, f"output_dir={folder}"]
     command += [*NOTHING_BUT_TRAINING, *overrides, *variant.overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -100,7 +95,6 @@ def run(variant: Variant, overrides: Sequence[str], folder: Path) -> Measured:
 
 
 def read(name: str, summary: Mapping[str, Any]) -> Measured:
-    """Returns what a run's summary says. Raises ValueError if the run had too few steps for a steady state."""
     rate, bound = summary["steady_images_per_s"], (summary["bound"] or {}).get("seconds_per_step")
     if not rate or not bound:
         raise ValueError(f"{name} has no steady state: more steps are needed (--steps)")
@@ -136,7 +130,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def markdown(command: str, rounds: Sequence[Mapping[str, Measured]]) -> str:
-    """Returns the table, medians with the smallest and largest value; ratios are taken within one repeat."""
+    """The table, medians with the smallest and largest value; ratios are taken within one repeat."""
     rows = []
     for name in rounds[0]:
         runs = [repeat[name] for repeat in rounds]
@@ -193,7 +187,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the benchmark and writes its files; returns 0, or 2 for wrong arguments and failed runs."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_intermixed_args(words)
     try:

@@ -34,7 +34,6 @@ class Card:
 
     @property
     def assumptions(self) -> list[str]:
-        """The assumptions of an estimate in words."""
         return [
             f"products and attention reach {TENSOR_CORE_SHARE:.0%} of {self.bfloat16 / 1e12:g} TFLOP/s in bfloat16 and "
             f"{FLOAT32_SHARE:.0%} of {self.float32 / 1e12:g} in float32",
@@ -48,28 +47,21 @@ class Card:
         ]
 
     def kernel(self, flops: float, moved: int, dtype: torch.dtype | None) -> float:
-        """Returns the seconds of a kernel that reads and writes `moved` bytes.
-
-        `dtype` is that of its matrix products: less than 32 bits run on tensor cores, None counts as float32.
-        """
+        """Seconds of a kernel that moves `moved` bytes; `dtype` is its matrix products', None counts as float32."""
         on_tensor_cores = dtype is not None and dtype.itemsize < 4
         rate = self.bfloat16 * TENSOR_CORE_SHARE if on_tensor_cores else self.float32 * FLOAT32_SHARE
         return max(flops / rate, self.traffic(moved), LAUNCH_SECONDS)
 
     def traffic(self, moved: int) -> float:
-        """Returns the seconds to read and write `moved` bytes of the card's memory."""
         return moved / (self.bandwidth * BANDWIDTH_SHARE)
 
     def collective(self, sent: float) -> float:
-        """Returns the seconds of collectives in which this rank sends `sent` bytes."""
         return sent / (self.links * LINK_SHARE)
 
     def delivery(self, size: int) -> float:
-        """Returns the seconds to stage, send and receive a version of `size` bytes."""
         return self.traffic(2 * size) + 2 * size / HOST_BYTES_PER_SECOND + size / NETWORK_BYTES_PER_SECOND
 
     def activation(self, size: int, *, from_host: bool) -> float:
-        """Returns the seconds to put a version of `size` bytes into a network, from host memory or within the card."""
         return size / HOST_BYTES_PER_SECOND if from_host else self.traffic(2 * size)
 
 

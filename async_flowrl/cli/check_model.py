@@ -116,7 +116,6 @@ class Job:
 
     @property
     def how(self) -> str:
-        """The settings of the comparison in words."""
         how = self.sampling
         scale = how.guidance_scale or how.true_cfg_scale
         return (
@@ -155,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """Returns the arguments as settings; what is not given is the usual value of the model's family."""
     model = ModelConfig(
         path=options.model,
         family=absolute(options.family),
@@ -172,13 +170,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One row per step: the largest difference, absolute and relative to the stock pipeline's largest value."""
     cells = [(r.step, "yes" if r.holds else "no", f"{r.difference:.2g}", f"{r.relative:.2g}") for r in rows]
     return format_table(("step", "equal", "max |difference|", "relative"), cells)
 
 
 def job_of(settings: Settings, prompt: str, device: str) -> Job:
-    """Loads the model. Raises ValueError with one sentence if the family or the settings cannot be compared."""
+    """Loads the model. Raises ValueError if the family or the settings cannot be compared."""
     if settings.sampling.num_inference_steps < LEAST_STEPS:
         raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {settings.sampling.num_inference_steps}")
     model = resolve_model(settings.model)
@@ -400,7 +397,6 @@ def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> S
 
 @contextmanager
 def watched(network: nn.Module) -> Iterator[list[Inputs]]:
-    """Context in which every call of the network appends its arguments to the yielded list."""
     calls: list[Inputs] = []
     signature = inspect.signature(cast("Any", network).forward)
 

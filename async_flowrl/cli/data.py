@@ -27,7 +27,6 @@ MAX_SHOWN = 400  # Largest number of characters shown of one value.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the page and returns the exit code: OK, or CONFIG if a run would refuse the file."""
     parser = argparse.ArgumentParser(prog="async-flowrl data", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="txt, jsonl, parquet, or a folder with splits")
     parser.add_argument("--split", choices=(TRAIN, EVALUATION), default=TRAIN, help="of a folder (default: train)")
@@ -59,14 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def model_named(name: str) -> ModelConfig:
-    """Returns the settings of a model: a name in configs/model/, or a value of `model.path`."""
     if (config_dir() / "model" / f"{name}.yaml").is_file():
         return compose_config(overrides=[f"model={name}"]).model
     return ModelConfig(path=name)
 
 
 def reward_named(name: str) -> RewardConfig:
-    """Returns the settings of a reward: of configs/reward/, or one's own as `pkg.module:attr` or `file.py:attr`."""
     if ":" in name:
         return RewardConfig(terms={name.rpartition(":")[2]: RewardTerm(name=name)})
     return compose_config(overrides=[f"reward={name}"]).reward
@@ -75,10 +72,7 @@ def reward_named(name: str) -> RewardConfig:
 def look(
     options: argparse.Namespace, keys: Keys, checks: Sequence[Callable[[Prompt], Any]]
 ) -> tuple[Scan, Prompts, str]:
-    """Reads the whole file, with its refused rows, which `checks` raise, for `page`.
-
-    ValueError if it cannot be read.
-    """
+    """Reads the whole file, with its refused rows, which `checks` raise. ValueError if it cannot be read."""
     path = find_data(options.file, key="FILE", folder=True)
     rows = open_split(path, options.split, keys)
 
@@ -100,11 +94,7 @@ def look(
 
 
 def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) -> str:
-    """Returns the page: counts, columns, the first rows, and the refused rows with their places.
-
-    `evaluation` says in words which prompts are evaluated. `cut` is the number of prompts of which the text encoder
-    reads only a part; None if no model was named.
-    """
+    """The page; `cut` is the number of prompts of which the text encoder reads only a part, None without a model."""
     lines = [
         ("file", str(scan.rows.path)),
         ("prompts", _counts(scan, evaluation)),
@@ -122,7 +112,6 @@ def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) ->
 
 
 def columns(scan: Scan) -> list[str]:
-    """Returns one line per column: its name, its use, and the number of rows that have it."""
     uses = {scan.keys.prompt: "the prompt", scan.keys.weight: "the weight"} | dict.fromkeys(COLUMNS, "read as such")
     lines = [
         f"{name} → {uses.get(name, 'metadata, for the reward')}, in {count:,} of {len(scan.rows):,} rows"

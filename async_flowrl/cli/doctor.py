@@ -67,7 +67,6 @@ def printed(finding: Finding) -> Finding:
 
 
 def look() -> Iterator[Finding]:
-    """Yields versions, this machine, its devices and optional features, without computing anything."""
     yield Finding("versions", OK, ", ".join(map(" ".join, features.software().items())))
     yield nodes.machine_finding(this_machine(FactsRequest()))
     yield from features.device_findings()
@@ -75,7 +74,6 @@ def look() -> Iterator[Finding]:
 
 
 def two_steps(options: argparse.Namespace, config: Config) -> Finding:
-    """Trains two steps of the configuration beside its run directory; a failure has the last line of the output."""
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", options.config_name or DEFAULT]
     command += ["--config-dir", str(options.config_dir)] if options.config_dir else []
     began = time.monotonic()

@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluates, prints the table, and with --out writes the results.
-
-    Returns 0 if every score was measured, 3 if one is missing, 2 for wrong arguments or files, and 1 if the server of a
-    reward failed.
-    """
+    """Returns 0, 3 if a score is missing, 2 for wrong arguments, 1 if the server of a reward failed."""
     options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("separation").setLevel(logging.WARNING)  # hides the normal end of a reward's server

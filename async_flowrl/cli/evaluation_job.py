@@ -59,7 +59,6 @@ class Job:
     one_size: bool = False  # True if every image has `rollout.resolution`, even if its prompt has a size of its own.
 
     def resolution(self, place: int) -> Resolution:
-        """Size of the images of the prompt at index `place`, as in the run's own evaluations."""
         size = None if self.one_size else self.prompts[place].resolution
         return evaluation_resolution(self.config, place) if size is None else size
 
@@ -80,7 +79,6 @@ class Job:
 
 
 def job_of(options: Namespace) -> Job:
-    """Returns the job that the command line asks for. Raises ValueError with one sentence if it cannot be evaluated."""
     config, trained = _origin(options)
     _sampling(config, options)
     terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}
@@ -165,10 +163,9 @@ def _prompts(config: Config, options: Namespace, *, needs_target: bool) -> tuple
 
 @asynccontextmanager
 async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIterator[RewardServers]:
-    """Starts the job's reward servers, tells the rewards their addresses, and finally stops the servers.
+    """Starts the job's reward servers, tells the rewards their addresses, and finally stops them.
 
-    Raises ServerLost if a server does not start or dies too often; the folder with the servers' output, which the log
-    names, is then kept.
+    Raises ServerLost if one does not start or dies too often; the folder with their output is then kept.
     """
     if not any(term.serve for term in job.terms.values()):
         yield RewardServers()

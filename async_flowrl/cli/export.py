@@ -20,7 +20,6 @@ FORMS = ("comfyui", "kohya")  # Choices of `--format`: the names of file layouts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exports and logs the written paths; returns exit code 0, or 2 for wrong arguments, files and refused formats."""
     options = parser().parse_args(arguments)
     from async_flowrl.cli.exported import publish  # imports torch, which help and wrong arguments do not wait for
 

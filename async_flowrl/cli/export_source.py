@@ -41,10 +41,9 @@ class Source:
 
 
 def read_source(path: Path, *, average: bool = True, base: str | None = None) -> Source:
-    """Reads the newest valid checkpoint of a run directory, a single checkpoint, or a LoRA file or folder.
+    """Reads the newest sound checkpoint of a run, a checkpoint, or a LoRA. Raises ValueError if nothing can be read.
 
-    `average` prefers the moving average (EMA) of the weights. `base`, a name or folder, replaces the known base model.
-    Raises ValueError with one sentence if nothing can be read.
+    `average` prefers the moving average (EMA) of the weights; `base` replaces the known base model.
     """
     checkpoint = _checkpoint(path)
     if checkpoint is None:
@@ -67,14 +66,12 @@ def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str,
 
 
 def family_of(source: Source) -> str:
-    """Returns the model family of the base model. Raises ValueError if no base model is known or it is not found."""
     if source.model is None:
         raise ValueError("--base is needed: SOURCE does not say which model it is for")
     return resolve_model(source.model).family
 
 
 def write_lora(source: Source, out: Path) -> Path:
-    """Writes diffusers' file into `out` and PEFT's two files into `out`/peft; returns the path of diffusers' file."""
     base = source.model.path if source.model is not None else None
     lora_file.write_peft(out / PEFT, source.lora.tensors, alpha=source.lora.alpha, base=base)
     return lora_file.write(out, source.lora.tensors, alpha=source.lora.alpha, base=base)

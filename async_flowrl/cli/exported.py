@@ -20,10 +20,7 @@ from async_flowrl.policies.stored import StoredWeights
 
 
 def publish(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
-    """Writes the folder for the arguments; returns the paths, and a sentence on each format refused. ValueError.
-
-    Arguments are checked before anything is written, as far as possible.
-    """
+    """Writes the folder; returns the paths, and a sentence on each format refused. Raises ValueError."""
     out: Path = options.out.expanduser()
     source = read_source(options.source.expanduser(), average=not options.raw, base=options.base)
     if source.config is not None and source.config.model.weights == "random":
@@ -98,11 +95,7 @@ IGNORED = ("*.bin", "*.pt", "*.ckpt", "*.msgpack", "*.h5", "*.onnx", ".cache", "
 
 
 def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Path:
-    """Writes the folder `out`/merged and returns it; after an error no part of it remains.
-
-    `what` is "pipeline" or "transformer". Raises ValueError with one sentence if the model is not found, lacks an
-    adapted layer as a plain matrix, the disk is too small, or the folder exists.
-    """
+    """Writes the folder `out`/merged and returns it; after an error no part of it remains. Raises ValueError."""
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
     base = folder_of(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER)
     copied = base if what == "pipeline" else base / TRANSFORMER
@@ -144,11 +137,7 @@ def _merge(file: Path, target: Path, lora: LoraFile) -> None:
 
 
 def write_whole(source: Source, out: Path, what: str) -> Path:
-    """Writes `out`/transformer (returned) and, for what="pipeline", the rest of the base pipeline.
-
-    Raises ValueError, one sentence, where the base model is not known or the weights are not its own, where the disk is
-    too small, and where `out` holds a model already.
-    """
+    """Writes `out`/transformer (returned), and all of what="pipeline". Raises ValueError."""
     if source.model is None or source.whole is None:
         raise ValueError("--base is needed: SOURCE does not say which model it is for")
     target = out / TRANSFORMER

@@ -1,7 +1,6 @@
 """async-flowrl generate --lora RUN/lora --prompt "..." --out grid.png: images with and without the trained weights.
 
-It samples with the stock diffusers pipeline, not with the rollout engine, so a user of the weights gets the same
-images. A run with tune=full leaves RUN/transformer instead of a LoRA, for --transformer.
+It samples with the stock diffusers pipeline, so a user of the weights gets the same images.
 """
 
 import argparse
@@ -44,11 +43,10 @@ class Settings:
 
 
 def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
-    """Configuration for trained weights (None: only the base model).
+    """Configuration for trained weights, or for the base model alone: of their run, or of `run`, else the usual one.
 
-    If `trained` lies in a run directory, or `run` names one, it is that run's, with the base model replaced by `model`.
-    Otherwise it has the usual settings of `model`, or of the base model that a LoRA file names. Raises ValueError if
-    `trained` holds no weights, or if no model is known; `option` is what names one.
+    `model` replaces the base model. Raises ValueError if `trained` holds no weights or no model is known, which
+    `option` would name.
     """
     if trained is not None:
         trained_file.check(trained)
@@ -118,10 +116,7 @@ def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int])
 
 
 def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
-    """Calls the stock pipeline with `settings`, and `options` before them; returns images uint8 [n, H, W, 3].
-
-    Raises ValueError for images of values that are not finite.
-    """
+    """Returns images uint8 [n, H, W, 3] of the stock pipeline. Raises ValueError for values that are not finite."""
     try:
         with np.errstate(invalid="raise"):
             images = pipeline(prompt, **(arguments_of(pipeline, settings) | options)).images
@@ -144,7 +139,6 @@ def arguments_of(pipeline: Any, settings: Settings, family: PolicyFamily | None 
 
 
 def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
-    """Returns the line of Python that makes an image of a prompt with the stock pipeline `pipe`."""
     keywords = "".join(f", {name}={value!r}" for name, value in arguments.items())
     return f'pipe(PROMPT{keywords}, generator=torch.Generator("cpu").manual_seed({seed})).images[0]'
 
@@ -152,11 +146,7 @@ def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
 def generate(
     settings: Settings, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
 ) -> Image.Image:
-    """Samples all prompts with the seeds seed .. seed + images - 1, with and without the LoRA; returns the grid.
-
-    Runs on the first GPU if there is one. Raises ValueError for an image size that the model cannot make (its pipeline
-    would choose another one).
-    """
+    """Samples all prompts with and without the LoRA. ValueError for a size that the model cannot make."""
     shapes_of(resolve_model(settings.model), settings.sampling.resolution)
     pipeline = open_pipeline(settings, "cuda" if torch.cuda.is_available() else "cpu")
     seeds = range(seed, seed + images)

@@ -42,8 +42,7 @@ def write_card(
 ) -> Path:
     """Writes README.md and its pictures into `out`; `files` maps further files of the folder to descriptions.
 
-    `evaluation` is a folder that `async-flowrl evaluate` wrote; None uses the run's own evaluations. Raises ValueError
-    if it is none.
+    `evaluation` is a folder of `async-flowrl evaluate`, in place of the run's evaluations; ValueError if it is none.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -140,7 +139,6 @@ def _results(out: Path, source: Source, evaluation: Path | None) -> list[str]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Reads the results that `async-flowrl evaluate` wrote into a folder. Raises ValueError if there are none."""
     try:
         results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         score_rows(results["rewards"])

@@ -11,7 +11,6 @@ MODES = {"--memory": "plan_memory", "--fit": "plan_fit", "--rehearse": "rehearse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the planner on `arguments` (None: the process's own) and returns the exit code, 2 if there is no plan."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     option = next((mode for mode in MODES if mode in words), None)
     module = import_module(f"async_flowrl.cli.{MODES[option] if option else 'plan_from_run'}")

@@ -43,7 +43,6 @@ class Hardware:
 
     @classmethod
     def of(cls, name: str) -> "Hardware":
-        """Returns the hardware of a name. Raises ValueError for another form."""
         parts = name.lower().split("x")
         if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) > 0 for part in parts):
             raise ValueError(f"--cards must be like 4x24 (4 cards of 24 GB) or 2x8x80 (2 nodes of 8), got {name!r}")
@@ -79,10 +78,9 @@ class Answer:
 
 
 def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:
-    """Returns the first candidate for the overrides `recipe` that fits, or else the one that lacks the least memory.
+    """The first candidate for the overrides `recipe` that fits, or else the one that lacks the least memory.
 
-    It has no words if all candidates are refused or take more devices than the hardware has. Raises ConfigError for a
-    recipe that cannot work on any machine.
+    Raises ConfigError for a recipe that cannot work on any machine.
     """
     words = [*recipe, *(["runtime.address=auto"] if hardware.nodes > 1 else [])]
     plain = compose_config("one_step_off", words)
@@ -107,7 +105,6 @@ def experiment_of(words: Sequence[str]) -> str:
 
 
 def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
-    """Returns the answer for one candidate: `words` are its overrides, and `config` is their configuration."""
     device = round(hardware.gib * GIB)
     config = resolved(config, on_devices(config, device)).applied(config)
     memory = planned_trainer(config).total / GIB, planned_rollout(config).total / GIB, hardware.gib
@@ -167,7 +164,6 @@ def workers(trainer: int, rollout: int) -> Change:
 
 
 def markdown(answers: Sequence[Answer]) -> str:
-    """Returns the answers as a Markdown table, memory in GiB, and below it the commands."""
     lines = ["| recipe | cards | fits | trainer rank | rollout worker |", "|---|---|---|---|---|"]
     for row in answers:
         fits, both = "yes" if row.fits else "**no**", f"{row.trainer:.1f} | {row.rollout:.1f}"
@@ -185,7 +181,6 @@ def markdown(answers: Sequence[Answer]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the table. Raises ValueError for a recipe that cannot be read or planned."""
     parser = argparse.ArgumentParser(
         prog="async-flowrl plan --fit", description="Which recipes fit which hardware, and what to type."
     )

@@ -58,17 +58,12 @@ class Split:
     sync: float
 
     def compute(self, took: Measured) -> float:
-        """Seconds per step of generation and training alone, side by side or, on shared devices, in turns."""
         generation, update = took.generation / self.rollout, took.update / self.trainer
         return recorded_placement(self.placement).step_seconds(generation, update)
 
 
 def measured(run: Path) -> tuple[Config, Measured]:
-    """Returns the run's configuration and what the steady steps of its last attempt took (see `steady_steps`).
-
-    Only files are read. Raises ValueError if there is no steady step, if rollout workers made nothing in them, or if
-    the directory is not a run's.
-    """
+    """What the steady steps of the run's last attempt took, by its files. Raises ValueError if there are none."""
     config, history = load(run)
     if (steady := steady_steps(history, config.max_staleness)) is None:
         raise ValueError(f"{run} has no step between its first {WARM_UP_STEPS} and its last: it needs more steps")
@@ -92,7 +87,7 @@ def measured(run: Path) -> tuple[Config, Measured]:
 
 
 def load(run: Path) -> tuple[Config, Sequence[Event]]:
-    """Returns configuration and events since the run was last resumed. ValueError if a file is missing or broken."""
+    """Configuration and events since the run was last resumed. ValueError if a file is missing or broken."""
     # The placement is the one that the events record for these steps. They differ if the run is being resumed with
     # another placement, because the new configuration is already written.
     try:
@@ -153,7 +148,6 @@ def limit_of(took: Measured, split: Split) -> str:
 
 
 def advice(config: Config, took: Measured, candidates: Sequence[Split]) -> list[str]:
-    """Returns sentences: which pool waits, and what would make a step shorter."""
     now = present(config, took)
     bound, limit = bound_of(config, now), limit_of(took, now)
     sentences = [f"A step took {took.step:.3g} s, {bound / took.step:.0%} of which is its formula's {bound:.3g} s."]
@@ -174,7 +168,6 @@ def advice(config: Config, took: Measured, candidates: Sequence[Split]) -> list[
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints what the run measured and the splits. Raises ValueError if the run says too little."""
     parser = argparse.ArgumentParser(prog="async-flowrl plan", description="Plan a configuration, or learn from a run.")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="a run, whose measured seconds are taken")
     parser.add_argument("--devices", type=count, help="devices to split (default: the run's)")

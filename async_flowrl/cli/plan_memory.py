@@ -22,7 +22,6 @@ from separation.text_table import format_table
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
-    """Returns the plan as text: what each kind of process needs on its device and whether it fits, and other sizes."""
     model, size = plan.model, in_pixels(parse_resolution(config.rollout.resolution))
     title = (
         f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks, "
@@ -69,7 +68,6 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
 
 
 def configured(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Parses a command line with a configuration; returns it and the checked configuration. Raises ValueError."""
     parser.add_argument("--config-name", default=DEFAULT, help=f"as of async_flowrl.main (default {DEFAULT})")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -80,7 +78,6 @@ def configured(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tup
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the plan. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
         prog="async-flowrl plan --memory", description="What a configuration needs, and whether it fits."
     )

@@ -1,7 +1,6 @@
 """async-flowrl plan --rehearse: runs a configuration's workers on fake tensors (shapes and dtypes, no values).
 
-`rehearse` returns memory, FLOPs, collectives and estimated seconds of a trainer rank and of a rollout worker; none of
-them is measured. In what is printed GiB are 2**30 bytes; MB, GB and TFLOP are powers of ten.
+Nothing is measured. In what is printed GiB are 2**30 bytes; MB, GB and TFLOP are powers of ten.
 """
 
 import argparse
@@ -67,7 +66,6 @@ class Rehearsal:
 
     @property
     def lacking(self) -> float:
-        """Most bytes by which a process exceeds the card's memory; 0 if all fit."""
         return max(0.0, *(phase.peak - self.card.memory for phase in self.peaks().values()))
 
     @property
@@ -111,7 +109,6 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
 
 
 def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, card: Card) -> Estimate:
-    """Estimates durations on a card, of the largest images with the longest prompt, as rehearsed."""
     denoise, sample, decode = (rollout.phases[name] for name in ("denoise", "sample", "decode"))
     repeats = rollout.passes / rollout.run
     ticket = repeats * (seconds(denoise, card) + seconds(sample, card)) + seconds(decode, card)
@@ -139,7 +136,6 @@ def estimate(config: Config, rank: RankRehearsal, rollout: RolloutRehearsal, car
 
 
 def seconds(phase: Phase, card: Card) -> float:
-    """Returns the estimated seconds of all kernels of a phase on a card, without collectives."""
     return sum(card.kernel(*kernel) * times for kernel, times in phase.kernels.items())
 
 
@@ -152,7 +148,6 @@ def peak(phases: Iterable[Phase]) -> Phase:
 
 
 def describe(done: Rehearsal) -> str:
-    """Returns the text: tables of both kinds of process, their peaks, the estimate, and its assumptions."""
     config, card = done.config, done.card
     lines = [f"{config.model.path}, {config.trained_in_words}; shapes only, nothing was computed", ""]
     for title, side in (("trainer rank", done.rank), ("rollout worker", done.rollout)):
@@ -189,7 +184,6 @@ def table(phases: Mapping[str, Phase], card: Card) -> str:
 
 
 def as_json(done: Rehearsal, cards: Sequence[Card]) -> dict[str, Any]:
-    """Returns the rehearsal as a dictionary for JSON: sizes in bytes, times in seconds."""
     on_cards = [replace(done, card=card) for card in cards]
     return {
         "trainer_rank": {**asdict(done.rank), "phases": _phases(done.rank.phases, done.card)},
@@ -228,7 +222,6 @@ def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints the rehearsal. Raises ValueError if there is none."""
     parser = argparse.ArgumentParser(
         prog="async-flowrl plan --rehearse", description="Runs a trainer rank and a rollout worker on shapes alone."
     )

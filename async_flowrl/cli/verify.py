@@ -157,7 +157,7 @@ def version_chain(run: RunFiles) -> str:
 
 
 def inputs(run: RunFiles) -> str:
-    """Checks that all attempts trained on the same prompts and no resume was forced; also compares the prompt file."""
+    """Checks that all attempts trained on the same prompts and no resume was forced."""
     attempts = [event for event in run.history if event["event"] == "inputs"]
     if not attempts:
         raise Broken("events.jsonl does not say which prompts were trained")
@@ -171,7 +171,6 @@ def inputs(run: RunFiles) -> str:
 
 
 def prompts_now(root: Path, digest: str) -> str:
-    """Returns in words whether the prompt file is still that of the run. Reads prompts, and imports no reward."""
     try:
         config = read_config(root / "config.yaml")
         data = load_data(config.data, needs_target=False)
@@ -181,11 +180,7 @@ def prompts_now(root: Path, digest: str) -> str:
 
 
 def digests(run: RunFiles) -> str:
-    """Checks that the newest checkpoint is undamaged and that its masters have the digest of summary.json.
-
-    Also that the last version, as it was sent, is these float32 masters in the dtypes of the network. Raises Broken or
-    DamagedCheckpoint.
-    """
+    """Checks that the newest checkpoint is sound, and its masters those of summary.json and the last version."""
     path = find_checkpoint(run.root / "checkpoints")
     if path is None:
         raise Broken("there is no sound checkpoint")
@@ -244,7 +239,6 @@ CHECKS: dict[str, Callable[[RunFiles], str]] = {
 
 
 def verify(root: Path) -> list[tuple[str, bool, str]]:
-    """Returns (check, True if it holds, finding) for every check. Raises as RunFiles.read does."""
     run = RunFiles.read(root)
     rows = []
     for name, check in CHECKS.items():
@@ -256,7 +250,6 @@ def verify(root: Path) -> list[tuple[str, bool, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if all checks hold, 1 if one does not, and 2 if the folder is not that of a finished run."""
     parser = argparse.ArgumentParser(
         prog="async-flowrl verify",
         description="Checks a finished run from its files alone; the exit code is 0 if all checks hold.",

@@ -138,7 +138,6 @@ def _reward_pools(config: Config) -> Iterator[str]:
 
 
 def _group_setup(config: Config) -> Iterator[str]:
-    """Yields a sentence if the setup of a collective transport's group may take longer than `deadlines.publish`."""
     # It runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
     _, workers = config.rollout.worker_bounds
     seconds = config.checkpoint_engine.setup_seconds + 0.1 * (workers + 1)
@@ -184,7 +183,6 @@ def section_or_null(kind: Any) -> Any:
 
 
 def toy_values(config: Config) -> str | None:
-    """Returns a sentence on the values that suit tiny models alone, if the configuration's model is a real one."""
     if is_toy(config.model.path):
         return None
     trainer, algorithm, fastest = config.trainer, config.algorithm, FASTEST[config.tune == FULL]
@@ -256,7 +254,6 @@ REMOVED: Mapping[str, str] = {
 
 
 def removed(key: str) -> str | None:
-    """Returns a sentence if `key` or a section that it is in was removed, else None."""
     parts = key.split(".")
     names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     hints = ((name, hint) for name in names for pattern, hint in REMOVED.items() if fnmatchcase(name, pattern))

@@ -88,7 +88,6 @@ def _left_out(values: DictConfig, written: Sequence[str]) -> list[str]:
 
 
 def _in_grammar(override: str, *, sweeps: bool) -> str:
-    """Returns an override in Hydra's grammar: a text keeps every character, and what a dictionary lacks is added."""
     # Only `null`, a whole text in quotes, and `${…}` mean more than their characters; with `sweeps` (--multirun) also
     # commas, which separate texts, and Hydra's own sweeps such as `choice(a,b)`.
     key, equals, value = override.partition("=")
@@ -103,7 +102,6 @@ def _in_grammar(override: str, *, sweeps: bool) -> str:
 
 
 def _text(value: str, *, sweeps: bool) -> str:
-    """Returns the value of a text in Hydra's grammar, in quotes where Hydra would read anything else."""
     try:
         parsed = parse(f"text={value}")
     except HydraException:
@@ -116,7 +114,6 @@ def _text(value: str, *, sweeps: bool) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text in quotes for Hydra's grammar, where backslashes count before a quote only."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", "\\'"), text) + "'"
 
 
@@ -209,7 +206,6 @@ def _schema() -> DictConfig:
 
 
 def _merged(written: DictConfig, unknown: list[str]) -> Any:
-    """Removes keys that the schema does not have, and appends them to `unknown`."""
     while True:
         try:
             return OmegaConf.merge(_schema(), written)  # merge works on copies
@@ -259,7 +255,7 @@ def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, 
 
 
 def _value(override: str, *, sweeps: bool) -> tuple[Any, str]:
-    """Returns the value of an override, and why it cannot be read, for the end of a sentence; empty if it can."""
+    """Returns the value of an override, and why it cannot be read (empty if it can)."""
     value = override.partition("=")[2]
     if re.search(r"\$\{[^}]*$", value):
         return value, ": ${ begins a reference such as ${name}, and } ends it"
@@ -386,10 +382,7 @@ def typed_command(hydra_record: Mapping[str, str], *, without: tuple[str, ...] =
 
 
 def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = None) -> str | None:
-    """Returns the command that continues the run with `resume=auto`; None if the record is incomplete.
-
-    `output_dir` is the run directory; None means the one of the command, or the job's own folder in a sweep.
-    """
+    """Returns the command that continues the run, in `output_dir` or where it was; None if the record is incomplete."""
     hydras = _hydra_settings(hydra_record)
     if output_dir is None and str(OmegaConf.select(hydras, "hydra.mode")) in ("MULTIRUN", "RunMode.MULTIRUN"):
         output_dir = Path(str(OmegaConf.select(hydras, "hydra.runtime.output_dir")))
@@ -400,7 +393,6 @@ def resume_command(hydra_record: Mapping[str, str], output_dir: Path | None = No
 
 
 def record_of(run: Path) -> dict[str, str]:
-    """Returns Hydra's record of a run directory, file name → text; empty for a run started from Python."""
     return {file.name: file.read_text(encoding="utf-8") for file in (run / ".hydra").glob("*.yaml")}
 
 

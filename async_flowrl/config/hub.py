@@ -20,8 +20,7 @@ _VARIANTS = tuple(f"*/{name}.*.safetensors" for name in ("diffusion_pytorch_mode
 def download(path: str, revision: str, parts: str) -> Path:
     """Downloads the missing files that `parts` needs (see `load_policy`) and returns the model's folder.
 
-    If the hub does not answer, the folder of the local cache is returned, and what it lacks shows when it is loaded.
-    Errors of huggingface_hub are passed on.
+    If the hub does not answer, it is the folder of the local cache. Passes on errors of huggingface_hub.
     """
     how: dict[str, Any] = {"revision": revision, "local_files_only": not hub_answers()}
     index = json.loads(Path(hf_hub_download(path, "model_index.json", **how)).read_text(encoding="utf-8"))
@@ -35,7 +34,7 @@ def folder_here(path: str, revision: str) -> Path:
 
 
 def hub_file(path: str, name: str, revision: str | None) -> Path:
-    """Returns the local path of one file of a hub model, downloading it if necessary; passes on errors of the hub."""
+    """Returns one file of a hub model, downloaded if necessary; passes on errors of the hub."""
     # If the hub does not answer, only the local cache is used; huggingface_hub itself would retry for half a minute.
     return Path(hf_hub_download(path, name, revision=revision, local_files_only=not hub_answers()))
 

@@ -80,7 +80,6 @@ def local_index(path: str) -> Path | None:
 
 
 def not_found(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
-    """Returns the error message for a model that was not found, with the most similar known name."""
     names, mistyped = [TINY, *architectures(), *neighbours], _HUB_NAME.fullmatch(path) is not None
     hint = "" if path in names else did_you_mean(path, names, mistyped=mistyped)
     return f"model.path {path!r} was not found: {reason}{hint}"

@@ -52,7 +52,6 @@ def source_of(name: str) -> Path | None:
 
 
 def _of_file(file: Path) -> ModuleType:
-    """Imports a file once per process; its folder comes first on the import path, as for a script."""
     file = Path(os.path.abspath(file.expanduser()))
     if (name := str(file)) in sys.modules:
         return sys.modules[name]

@@ -10,14 +10,11 @@ from async_flowrl.config.schema import SHARED, Config
 
 
 class Placement(NamedTuple):
-    """What follows from one value of `placement`."""
-
     together: bool  # Whether a process samples and trains, in turns.
     pools: tuple[str, ...]  # Names of the pools whose processes hold the model.
     note: str = ""  # Addition to a list of the pools.
 
     def step_seconds(self, generation: float, update: float) -> float:
-        """Returns the least seconds of a step of so many seconds of generation and of training."""
         return generation + update if self.together else max(generation, update)
 
     def devices(self, trainers: int, rollouts: int) -> int:

@@ -35,7 +35,6 @@ def _whole(number: Any) -> Any:
 
 
 def resolution_option(value: str, option: str = "--resolution") -> Resolution:
-    """Returns the size in a command line's `option`. Raises ValueError, one sentence that names it."""
     try:
         return parse_resolution(value)
     except ValueError:
@@ -70,7 +69,6 @@ def in_pixels(resolution: Resolution) -> str:
 
 
 def written(resolution: Resolution) -> str:
-    """Returns the form for a command line: `512` or `512x768`."""
     return str(resolution) if isinstance(resolution, int) else f"{resolution[0]}x{resolution[1]}"
 
 

@@ -33,10 +33,9 @@ MEMORY_WARNING_SHARE = 0.9  # Share of a process's device memory above which pla
 
 
 def processes(config: Config, pools: Collection[str] | None = None, *, lasting: bool = False) -> Iterator[Process]:
-    """Yields the kinds of process that workers of `pools` are (None: all pools), with their planned memory.
+    """Yields the kinds of process that workers of `pools` are (None: all), with their memory. Raises as `plan_memory`.
 
-    Trainer rank and rollout worker are one if they share a device; with the local backend both pools are threads of one
-    process. `lasting` leaves out activations. Raises as `plan_memory`.
+    Trainer rank and rollout worker are one if they share a device. `lasting` leaves out activations.
     """
     rank, worker = partial(planned_trainer, config, lasting=lasting), partial(planned_rollout, config, lasting=lasting)
     shares = config.trainer.gpus_per_worker, config.rollout.gpus_per_worker
@@ -62,16 +61,14 @@ def processes(config: Config, pools: Collection[str] | None = None, *, lasting: 
 
 
 def device_of(process: Process, memory: Mapping[str, int]) -> int:
-    """Returns the bytes of the smallest device of the process's pools; `memory` is pool → bytes of its smallest one."""
     return min(memory[pool] for pool in process.pools if pool in memory)
 
 
 def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
     """Returns warnings for processes whose planned memory exceeds, or nearly fills, their device.
 
-    `memory` is pool → bytes of its smallest device; a pool that is missing is not checked. Raises ConfigError if
-    weights, optimizer and versions alone exceed the device, unless `allow_oom` is set. Any other failure becomes a
-    warning, because the run may still succeed.
+    `memory` is pool → bytes of its smallest device. Raises ConfigError if what lasts alone exceeds it, unless
+    `allow_oom` is set. Any other failure becomes a warning, because the run may still succeed.
     """
     warnings = []
     try:
@@ -95,10 +92,7 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 
 
 def judged(process: Process, config: Config, device: int) -> str:
-    """Returns a sentence: what a process needs of a device of `device` bytes, and what would help if that is too much.
-
-    It leaves activations out if what lasts is too much already.
-    """
+    """Returns a sentence: what a process needs of `device` bytes, and what would help if that is too much."""
     held, available = process.footprint, process.available(device)
     if held.resident > available:
         names, needed, what = held.lasting, held.resident, "without activations"
@@ -112,7 +106,6 @@ def judged(process: Process, config: Config, device: int) -> str:
 
 
 def remedy(process: Process, config: Config, device: int) -> str:
-    """Returns a clause with a setting that makes a process fit its device, or else the one that saves most."""
     if process.key:
         total = process.footprint.total
         share = min(1.0, math.ceil(20 * total / device) / 20)
@@ -227,7 +220,6 @@ def describe_gpus(config: Config) -> str:
 
 
 def overrides_of(change: Change, config: Config) -> list[str]:
-    """Returns, as overrides of a command line, what a change sets otherwise than the configuration."""
     words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in change.items()}
     return [f"{key}={words[key]}" for key in change if getattr(*_owner(config, key)) != change[key]]
 
@@ -258,8 +250,7 @@ def best(
 ) -> tuple[str, int] | None:
     """Returns in words the first change with which `needed(config)` bytes are at most `available`, and those bytes.
 
-    If none is enough, it is the change that needs least; None if no change makes it less. Changes that the checks of a
-    run's start refuse are left out.
+    If none is enough, it is the change that needs least; None if no change makes it less.
     """
     least, smallest = needed(config), None
     for change in changes:

@@ -80,8 +80,6 @@ def in_one(trainer: Footprint, rollout: Footprint, *, full: bool) -> Footprint:
 
 @dataclass(frozen=True)
 class Process:
-    """A kind of process on a device, or several kinds that share one."""
-
     title: str
     pools: tuple[str, ...]  # Pools whose workers are such a process.
     footprint: Footprint
@@ -253,7 +251,6 @@ def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
 
 
 def sent_versions(config: Config) -> int:
-    """Returns the largest number of versions for which a sending rank has buffers."""
     # For each stream these are the newest `live_versions`, one that is being sealed, and one that is held for its
     # evaluation. If the policy itself is evaluated, because there is no EMA, one more can be held for the next
     # evaluation before the first is released. Of versions in shares, they are the newest one of each stream, one that
@@ -269,7 +266,6 @@ def kept_versions(config: Config) -> int:
 
 
 def received_versions(config: Config) -> int:
-    """Returns the versions that a rollout worker has room for beside the live one."""
     # The ring of each stream has one slot for each version that a ticket may name. There is one slot for evaluation,
     # and one version is being received.
     return streams(config) * config.live_versions + 1 + 1
@@ -285,7 +281,6 @@ def ring_bytes(config: Config, model: Sizes, *, pinned: bool = True, certain: bo
 
 
 def snapshot_bytes(config: Config, model: Sizes) -> int:
-    """Returns the bytes of the copy that a trainer rank makes of the state for a checkpoint."""
     # The masters and both Adam moments in float32, the moving averages if any, and all kept versions; of its share
     # only.
     whole = (
@@ -299,6 +294,5 @@ def streams(config: Config) -> int:
 
 
 def moving_averages(config: Config) -> int:
-    """Returns the number of moving averages of the trained weights: for evaluations, and that rollouts sample from."""
     averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
     return streams(config) - 1 + averaged

@@ -55,8 +55,8 @@ class Hosts:
 def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True) -> int:
     """Returns the bytes of a trainer rank, with `placement=shared` of a process that samples too, without its copy.
 
-    `sends` is for a rank that sends versions. A rank on a GPU has only pinned buffers in host memory, one on a CPU
-    everything. Room for versions that may never be held is left out.
+    `sends` is for a rank that sends versions. On a GPU they are pinned buffers. Versions that may never be held
+    are left out.
     """
     shared = placement_of(config).together
     if on_gpu:
@@ -71,11 +71,7 @@ def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True
 
 
 def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool) -> int:
-    """Returns the bytes of a rollout worker, without room for versions that may never be held.
-
-    On a GPU it has versions in host memory with `rollout.versions_on=host`, the text encoder with
-    `rollout.text_encoder=offload`, and with `cached` the network while an encoder is on the GPU.
-    """
+    """Returns the bytes of a rollout worker, on a GPU those kept aside; no versions that may never be held."""
     ring = ring_bytes(config, model, pinned=on_gpu, certain=True)
     if not on_gpu:
         return ring + rollout_footprint(config, model).resident
@@ -84,7 +80,6 @@ def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool) -> int:
 
 
 def copying_ranks(config: Config) -> int:
-    """Returns the trainer ranks that copy their state: all if each has a share of what it trains, else 1."""
     return config.trainer.num_workers if config.in_shares else 1
 
 
@@ -95,8 +90,8 @@ def copied_bytes(config: Config, model: Sizes) -> int:
 def check_hosts(config: Config, hosts: Hosts) -> list[str]:
     """Returns a warning for each node with less free memory than its processes will take.
 
-    Raises ConfigError for a node that has not even so much memory and swap space, unless `allow_oom` is set. Any other
-    failure becomes a warning, because the run may still succeed.
+    Raises ConfigError for a node without so much memory and swap space, unless `allow_oom` is set. Any other failure
+    becomes a warning, because the run may still succeed.
     """
     try:
         return [sentence for node in hosts.nodes if (sentence := compared(config, hosts, node)) is not None]
@@ -108,7 +103,6 @@ def check_hosts(config: Config, hosts: Hosts) -> list[str]:
 
 
 def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
-    """Returns a sentence on a node without enough free memory, else None. Raises ConfigError as `check_hosts` does."""
     model = stored_sizes(config, hosts.stored, DTYPES[config.model.dtype].itemsize)
     needs = list(host_needs(config, model, node.workers, hosts.devices))
     memory, need = node.memory, sum(size for _, size in needs)

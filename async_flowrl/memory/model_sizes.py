@@ -45,10 +45,7 @@ class Sizes:
 
 
 def stored_sizes(config: Config, stored: StoredElements, itemsize: int) -> Sizes:
-    """Returns the sizes by the headers of the model's files; buffers that are not saved are left out.
-
-    `itemsize` is that of the dtype that the run computes in. Raises ValueError as `trained_names`.
-    """
+    """Returns the sizes by the headers of the model's files; `itemsize` is of the dtype that the run computes in."""
     blocks, full = Counter[str](), tuning_of(config).whole
     buffers = {name for name in stored.transformer if name.endswith(_BUFFER)}
     parameters = {name: elements for name, elements in stored.transformer.items() if name not in buffers}

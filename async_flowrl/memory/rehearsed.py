@@ -68,7 +68,6 @@ def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:
 
 
 def training_peak(config: Config) -> int:
-    """Returns the most bytes that a lone trainer rank holds after it was loaded."""
     return _peak(rehearsed_rank(config).phases)
 
 
@@ -91,7 +90,6 @@ _NUMBER = re.compile(r"\d[].*?]")  # Part of a pattern of tensor names that may 
 
 
 def whole_rank(config: Config, model: "FakeModel") -> "RankRehearsal":
-    """Returns the rehearsal of a trainer rank (see `rehearse_trainer`) with all blocks of the model."""
     from async_flowrl.memory.rehearsal.rank import rehearse_trainer
 
     trainer = config.trainer

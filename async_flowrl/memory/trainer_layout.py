@@ -35,10 +35,8 @@ class Chosen:
 def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
     """Returns the configured layout, with `auto` replaced by the cheapest values that fit into the devices.
 
-    `memory` is pool → bytes of its smallest device; a pool without a device is missing. Cheapest is the whole base on
-    each rank with as few checkpointed blocks as possible: it needs no communication, and the death of a rank costs
-    least. If no layout fits, or the model cannot be planned, the one that needs least memory is chosen, with that
-    reason.
+    `memory` is pool → bytes of its smallest device. Cheapest is the whole base on each rank with as few checkpointed
+    blocks as possible. If none fits, or the model cannot be planned, it is the one that needs least memory.
     """
     layouts, named = candidates(config), Layout.named(config.trainer)
     if layouts == [named]:
@@ -55,11 +53,7 @@ def resolved(config: Config, memory: Mapping[str, int]) -> Chosen:
 
 
 def fitting(config: Config, layouts: Sequence[Layout], memory: Mapping[str, int]) -> tuple[Layout, str]:
-    """Returns the first layout that fits, else the one that needs least, and why. Raises the planner's errors.
-
-    `memory` is pool → bytes of its smallest device. A layout fits if its planned memory, activations included, is at
-    most MEMORY_WARNING_SHARE of the device.
-    """
+    """Returns the first layout that fits, else the one that needs least, and why. Raises the planner's errors."""
     if TRAINER not in memory:
         return layouts[0], "the trainer has no GPU whose memory it could save"
     tried: list[tuple[Layout, int]] = []

@@ -37,7 +37,6 @@ LOST = {
 
 
 def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: str | None) -> str:
-    """The sentence about a run: its tracks (timeline.py), its events, and its setting `placement`."""
     together = recorded_placement(placement).together
     if together:
         # Since it was last resumed: before that, nobody had anything to do for as long as it was not running.
@@ -49,7 +48,6 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
 
 
 def of_shared(workers: Sequence[Track], window: Interval) -> str:
-    """The sentence about processes that sample and train: whether the devices are their limit."""
     shares = device_time(workers, window)
     if shares is None:
         return LITTLE
@@ -63,7 +61,6 @@ def of_shared(workers: Sequence[Track], window: Interval) -> str:
 
 
 def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
-    """The sentence from `pools` (pool → state → seconds)."""
     if not all(sum(pools.get(pool, {}).values()) > 0 for pool in ("trainer", "rollout")):
         return LITTLE
     lost = {(pool, state): pools[pool].get(state, 0.0) / sum(pools[pool].values()) for pool, state in LOST}
@@ -88,10 +85,7 @@ def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str
 
 
 def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
-    """One sentence with the name of the reward pool that is the bottleneck in `window` and the setting that helps.
-
-    None if rollout or trainer workers are occupied longer, or if one of the two thresholds above is not reached.
-    """
+    """One sentence about the reward pool that is the bottleneck in `window`, and the setting that helps, or None."""
     whole = window[1] - window[0]
     pools = by_pool(workers)
     seconds = {pool: [occupied(track, window) for track in tracks] for pool, tracks in pools.items()}

@@ -29,8 +29,6 @@ AVERAGED_STEPS = 20
 
 @dataclass
 class Progress:
-    """Steps and evaluations that the console of a run has shown: `done` of `total` steps, and the newest metrics."""
-
     total: int
     clock: Callable[[], float] = time.monotonic
     done: int = 0
@@ -49,17 +47,14 @@ class Progress:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds per step over the last AVERAGED_STEPS steps."""
         return (self._ends[-1] - self._ends[0]) / max(1, len(self._ends) - 1)
 
     @property
     def left(self) -> str:
-        """Expected time from the end of the newest step to the end of the run, as text."""
         return f"ETA {timedelta(seconds=round(self.step_seconds * (self.total - self.done)))}"
 
     @property
     def numbers(self) -> str:
-        """The newest step in words: reward, staleness and speed."""
         reward, staleness = number(self.line.get("reward/mean")), number(self.line.get("staleness/mean"), ".2g")
         return f"reward {reward} | staleness {staleness} | {self.step_seconds:.2f} s/step"
 
@@ -74,8 +69,6 @@ class Display(View):
 
 
 class Lines(Display):
-    """View that prints one plain line per step and per evaluation."""
-
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
@@ -152,8 +145,6 @@ class Rows(RichProgress):
 
 
 class Warnings(logging.Handler):
-    """Log handler that shows the newest warning in the rows; the terminal above them has all."""
-
     def __init__(self, rows: Rows) -> None:
         super().__init__(logging.WARNING)
         self._rows = rows
@@ -173,7 +164,6 @@ def console_of(setting: str) -> str:
 
 
 def open_display(config: Config) -> Display:
-    """Opens the view that the setting `console` asks for; raises ConfigError as `console_of`."""
     kind = console_of(config.console)
     if kind == "quiet":
         return Display()
@@ -195,7 +185,6 @@ def with_change(metrics: Mapping[str, float], name: str) -> str:
 
 
 def evaluation_line(version: int, metrics: Mapping[str, float]) -> str:
-    """One line with the means of the reward and of the held-out terms of an evaluation, with their changes."""
     title = "the baseline" if any(name.startswith("baseline/") for name in metrics) else f"version {version}"
     metrics = {name.removeprefix("baseline/"): value for name, value in metrics.items()}
     names = [name.removesuffix("/mean") for name in metrics if re.fullmatch("(reward|held_out/[^/]+)/mean", name)]

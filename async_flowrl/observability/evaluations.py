@@ -73,7 +73,6 @@ class Evaluation:
 
 
 def policy_versions(history: Iterable[Evaluation]) -> list[Evaluation]:
-    """The evaluations of policy versions, lowest version first."""
     return sorted((e for e in history if not e.baseline), key=lambda e: e.version)
 
 
@@ -86,7 +85,6 @@ def comparable(name: str, now: Evaluation, before: Evaluation) -> bool:
 
 
 def between(name: str, now: Evaluation, before: Evaluation) -> Change | None:
-    """Paired change of the curve `name` from `before` to `now`; None if they are not comparable."""
     if not comparable(name, now, before):
         return None
     return change(now.curves[name].scores, before.curves[name].scores)
@@ -139,7 +137,6 @@ class EvaluationLog:
             return tuple(self._records)
 
     def policy(self, version: int) -> Evaluation | None:
-        """The evaluation of a policy version (not the baseline's), or None."""
         return next((e for e in self.records if e.version == version and not e.baseline), None)
 
     def baseline(self) -> Evaluation | None:
@@ -151,7 +148,6 @@ class EvaluationLog:
         self._keep(lambda e: (e.version, e.baseline) != same, evaluation)
 
     def truncate(self, version: int) -> None:
-        """Removes all evaluations of versions above `version`, for a run that goes on from a checkpoint."""
         self._keep(lambda e: e.version <= version)
 
     def _keep(self, keeps: Callable[[Evaluation], bool], *more: Evaluation) -> None:
@@ -162,5 +158,4 @@ class EvaluationLog:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """The evaluations in a file, in its order; an empty list if the file does not exist."""
     return [Evaluation.from_json(line) for line in read_events(path)] if path.exists() else []

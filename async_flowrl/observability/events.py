@@ -41,7 +41,6 @@ class EventLog:
         return self._clock() + self._offset
 
     def event(self, event: str, **fields: Any) -> None:
-        """Records an event of the kind `event` with the current time."""
         now = self.now()
         record = {"time": now, "event": event, **fields}
         line = json.dumps(record, default=str)
@@ -60,7 +59,6 @@ class EventLog:
             self.event("state", worker=worker, state=state)
 
     def span(self, worker: str, span: Span, **fields: Any) -> None:
-        """Records a span that a worker has reported, with additional `fields`."""
         counted = {name: value for name in ("flops", "bytes") if (value := getattr(span, name)) is not None}
         self.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **fields, **counted)
 

@@ -113,7 +113,6 @@ def grid(
 
 
 def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: int) -> str:
-    """The text on one line, shortened with an ellipsis if it is wider than `width` pixels."""
     line = " ".join(text[:MAX_SHOWN_CHARACTERS].split())
     if len(text) <= MAX_SHOWN_CHARACTERS and draw.textlength(line, font=font) <= width:
         return line
@@ -143,7 +142,6 @@ def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[di
 
 
 def caption(extras: Mapping[str, Mapping[str, Sequence[float | str]]], image: int) -> str:
-    """The extras of one image, by term and name, on one line: texts before numbers."""
     values = [(name, by_image[image]) for by_name in extras.values() for name, by_image in by_name.items()]
     texts = [value for _, value in values if isinstance(value, str) and value]
     numbers = [f"{name} {value:.3g}" for name, value in values if not isinstance(value, str)]

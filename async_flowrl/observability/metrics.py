@@ -30,7 +30,6 @@ class MetricsLog:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def truncate(self, step: int) -> None:
-        """Removes the lines of `step` and later, for a run that goes on from the checkpoint of `step`."""
         with self._lock:
             kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] < step]
             replace_file(self.path, "".join(kept))

@@ -76,8 +76,6 @@ def scalars(metrics: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str,
 
 
 class Tensorboard(View):
-    """View that writes TensorBoard files into `folder`; `aliases` are further names of metrics."""
-
     def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -137,7 +135,6 @@ class Wandb(View):
         self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        """Logs the first MAX_SAMPLES images with prompt and reward as captions, and a table with their term scores."""
         names = sorted({name for sample in samples for name in sample.terms})
         rows, pictures = [], []
         for sample in samples[:MAX_SAMPLES]:
@@ -153,7 +150,6 @@ class Wandb(View):
 
 
 def run_id(folder: Path) -> str:
-    """The W&B id of this run: read from `folder`/run_id, which is made with a random id if it does not exist."""
     file = folder / "run_id"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -198,11 +194,9 @@ class Monitor:
         self._show(lambda view: view.evaluation(version, metrics))
 
     def image(self, path: Path, version: int) -> None:
-        """Passes on the picture grid of an evaluation, a PNG file."""
         self._show(lambda view: view.image(path, version))
 
     def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        """Passes on single images of an evaluation, in the order of the prompts."""
         self._show(lambda view: view.samples(version, samples))
 
     def close(self) -> None:

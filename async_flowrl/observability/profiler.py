@@ -29,7 +29,6 @@ class StepProfiler:
         self._running: tuple[profile, Path] | None = None
 
     def start(self, step: int, what: str = "") -> None:
-        """Begins a trace if `step` is chosen; `what` is added to the file's name."""
         # A trace that is still running, because its step failed, is discarded first. While another worker of this
         # process traces, a warning takes the place of the trace.
         self.stop(write=False)

@@ -28,8 +28,7 @@ def ends_of(history: Sequence[Evaluation]) -> Ends | None:
 def result_sentences(history: Sequence[Evaluation], evaluated: str) -> list[str]:
     """One sentence about the reward and one about each held-out term; [] without two comparable evaluations.
 
-    `evaluated` says which prompts evaluations use: "held_out", "training" or "" if that is unknown. The numbers after ±
-    are half the 95 % interval.
+    `evaluated` is "held_out", "training" or "". The numbers after ± are half the 95 % interval.
     """
     ends = ends_of(history)
     if ends is None:
@@ -39,7 +38,6 @@ def result_sentences(history: Sequence[Evaluation], evaluated: str) -> list[str]
 
 
 def reward_sentence(ends: Ends, evaluated: str) -> str | None:
-    """The sentence about the reward; None if the two evaluations computed it from different terms."""
     first, last = ends
     moved = between(REWARD, last, first)
     if moved is None:
@@ -50,7 +48,6 @@ def reward_sentence(ends: Ends, evaluated: str) -> str | None:
 
 
 def held_out_sentences(ends: Ends) -> list[str]:
-    """One sentence for each held-out term that both evaluations have."""
     first, last = ends
     names = [name for name, curve in last.curves.items() if curve.kind == HELD_OUT]
     changes = [(name, moved) for name in names if (moved := between(name, last, first)) is not None]
@@ -67,7 +64,6 @@ def tenths(metrics: Sequence[Metrics]) -> tuple[float, float] | None:
 
 
 def training_sentence(first: float | None, last: float | None) -> str:
-    """The sentence for a run without comparable evaluations, from the two means of `tenths` (None: no reward)."""
     if first is None or last is None:
         return "No step had a reward."
     change = f"went from {first:.3g} to {last:.3g} (first and last tenth of the steps)"

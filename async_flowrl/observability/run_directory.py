@@ -75,7 +75,6 @@ class RunDirectory:
         )
 
     def claim(self) -> None:
-        """Raises ConfigError if `create` would do so, as far as can be told without creating anything."""
         folder = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ConfigError(f"output_dir={self.root} cannot be written: {folder} is no folder to write in")

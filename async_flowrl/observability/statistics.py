@@ -51,7 +51,6 @@ class Change:
 
     @property
     def half(self) -> float | None:
-        """Half the width of the confidence interval around the mean; None without `stderr`."""
         return None if self.stderr is None else _quantile(self.freedom) * self.stderr
 
     @property

@@ -167,7 +167,6 @@ def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[st
 
 
 def gradient_kept(metrics: Sequence[Metrics]) -> dict[str, float]:
-    """Age in versions → share of rows that kept their gradient after clipping and masking."""
     # A row is one image in one trained denoising step; rows with advantage 0 are not counted.
     kept, total = (sum((by_age(line, kind) for line in metrics), Counter()) for kind in ("kept", "kept_of"))
     return {str(age): kept[age] / total[age] for age in sorted(total)}
@@ -186,12 +185,10 @@ def skipped(metrics: Sequence[Metrics]) -> dict[str, int]:
 
 
 def groups_without(metrics: Sequence[Metrics]) -> Counter[str]:
-    """Optional term → number of groups that were trained without its score."""
     return sum(map(missing_terms, metrics), Counter())
 
 
 def warnings_of(metrics: Sequence[Metrics]) -> list[str]:
-    """Warnings, one sentence each, about skipped tickets, missing optional terms and too much clipped gradient."""
     counts = skipped(metrics)
     flat = bool(metrics) and all(line.get("zero_std_ratio") == 1.0 for line in metrics)
     warnings = [FLAT.format(steps=len(metrics))] if flat else []
@@ -264,13 +261,11 @@ def rollout_size(config: Config, attempt: Sequence[Event]) -> dict[str, int]:
 
 
 def places(attempt: Iterable[Event]) -> int:
-    """Returns the number of places of the rollout pool that ever had a worker in the attempt."""
     workers = {place_of(event["worker"]) for event in attempt if event["event"] == "worker"}
     return sum(pool_of(place) == "rollout" for place in workers)
 
 
 def summarise_evaluations(config: Config, history: Sequence[Evaluation]) -> dict[str, Any]:
-    """The values of the keys `evaluations` and `hacking` of summary.json; a missing evaluation is None."""
     policy = policy_versions(history)
     baseline = next((e for e in history if e.baseline), None)
     warns = config.evaluate.on_hacking != "ignore"

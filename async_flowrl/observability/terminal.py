@@ -30,13 +30,11 @@ def show_what_can_be_shown() -> None:
 
 
 def refuse(reason: object, code: int = exit_codes.CONFIG) -> int:
-    """Writes the sentence that says why a command ends to stderr, and returns the exit code."""
     say(f"async_flowrl: {reason}\n", sys.stderr)
     return code
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Writes to `stream` (None: stdout) and flushes."""
     # If the reader of a pipe has ended (e.g. `head`, or `tee` after Ctrl-C), the run goes on: this and all later output
     # to the stream is dropped, and a warning is logged.
     stream = stream or sys.stdout
@@ -51,5 +49,4 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def named_lines(rows: Sequence[tuple[str, object]], label: int) -> str:
-    """The rows (name, sentence) as text. A name takes `label` columns and one space."""
     return "".join(f"{name:{label}} {sentence}\n" for name, sentence in rows)

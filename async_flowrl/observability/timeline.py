@@ -1,7 +1,6 @@
-"""Activity of a run's workers, a track for each, and timeline.json, which holds it as a trace.
+"""Activity of a run's workers, a track for each, and timeline.json, a trace of it for https://ui.perfetto.dev.
 
-The trace is for chrome://tracing or https://ui.perfetto.dev. A run writes it at its end, and
-`python -m async_flowrl.observability.timeline RUN` at any time.
+A run writes it at its end, and `python -m async_flowrl.observability.timeline RUN` at any time.
 """
 
 import argparse
@@ -47,7 +46,6 @@ class Track:
 
 
 def tracks(events: Iterable[Event]) -> list[Track]:
-    """One track per place that has spans or states, ordered by pool (POOLS) and number."""
     by_place: dict[str, Track] = {}
     states: dict[str, list[tuple[float, str]]] = {}
     last = 0.0
@@ -78,7 +76,6 @@ def _waits(changes: list[tuple[float, str]], last: float, busy: list[Interval]) 
 
 
 def by_pool(workers: Iterable[Track]) -> dict[str, list[Track]]:
-    """Returns pool → its tracks."""
     pools: dict[str, list[Track]] = {}
     for track in workers:
         pools.setdefault(pool_of(track.place), []).append(track)
@@ -127,7 +124,6 @@ def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared:
 
 
 def device_time(workers: Sequence[Track], window: Interval) -> DeviceTime | None:
-    """Returns what the devices did in `window`, unix seconds; None if nothing of it was recorded."""
     busy = busy_by_device(workers)
     whole = (window[1] - window[0]) * len(busy)
     if whole <= 0:
@@ -149,7 +145,6 @@ def trace(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def write_timeline(events: Path, path: Path) -> None:
-    """Writes the trace of the file `events` to `path`. Raises FileNotFoundError, or ValueError for a line not JSON."""
     path.write_text(json.dumps(trace(read_events(events))), encoding="utf-8")
 
 

@@ -35,12 +35,9 @@ ERROR = "± is half the 95 % interval of the change, paired by prompt and noise,
 
 
 def result_of(run: Records) -> dict[str, Any]:
-    """The entries `result`, `change` and `training` of a run's document.
+    """The entries `result` (sentences), `change` (paired) and `training` (start and end), or None each.
 
-    Of `result`, `state` and `headline` are sentences; `about` says what was trained; `error` explains the ±; `more`
-    lists sentences about held-out terms; `tone` is "good", "bad" or "neutral". `change` has the evaluated reward before
-    and after and its paired change, `training` the training reward at the start and the end; `of` is equal for runs
-    whose changes can be compared. Each is None if it is not known.
+    `of` is equal for runs whose changes can be compared; `tone` is "good", "bad" or "neutral".
     """
     ends, trained = ends_of(run.policy), tenths(run.metrics)
     moved = between(REWARD, ends[1], ends[0]) if ends else None
@@ -65,7 +62,6 @@ def result_of(run: Records) -> dict[str, Any]:
 
 
 def about(run: Records) -> str:
-    """Model, algorithm, mode, reward and prompts of the run in one line."""
     terms = run.setting("reward.terms") or {}
     weights = {name: term.get("weight", 1.0) if isinstance(term, dict) else 1.0 for name, term in terms.items()}
     rewards = " + ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in weights.items())
@@ -80,7 +76,6 @@ def about(run: Records) -> str:
 
 
 def state_sentence(run: Records) -> str:
-    """One sentence about the state of the run, with the cause if it failed."""
     steps = f"{run.steps} of {run.total_steps} steps" if run.total_steps else f"{run.steps} steps"
     because = f": {run.failure}" if run.failure else "; logs/controller.log may say why"
     return {

@@ -62,7 +62,6 @@ def document(runs: Sequence[Path]) -> Document:
 
 
 def run_document(run: Records, name: str) -> Document:
-    """The entry of `runs` for one run; `name` is its title on the page."""
     x, lines = lines_of(run)
     evaluations = evaluations_of(run.evaluations, str(run.setting("evaluate.on_hacking", "warn")))
     pictures = pictures_of(run)
@@ -88,7 +87,6 @@ def run_document(run: Records, name: str) -> Document:
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
-    """Names of the runs: their paths below the folder that holds all of them."""
     paths = [root.resolve() for root in roots]
     common = os.path.commonpath([path.parent for path in paths])
     return [str(path.relative_to(common)) for path in paths]
@@ -107,7 +105,6 @@ def compared(runs: Sequence[Document]) -> str:
 
 
 def notes_on(run: Records, entry: Document) -> list[str]:
-    """Sentences about what was left out of a run's entry `whole`."""
     notes, name = [], entry["name"]
     if (width := bucket_width(run.steps)) > 1:
         notes.append(

@@ -25,7 +25,6 @@ OF_NO_MATTER = ("name", "output_dir")
 
 
 def facts_of(run: Records) -> list[Row]:
-    """(label, value) rows about what the run did; values that are unknown or not yet known are left out."""
     summary = run.summary
     sync, size = summary.get("sync") or {}, summary.get("rollout_size") or {}
     images = sum(int(line.get("images") or 0) for line in run.metrics)
@@ -66,7 +65,6 @@ def pools_of(run: Records) -> list[dict[str, Any]]:
 
 
 def environment_of(run: Records) -> list[Row]:
-    """(name, value) rows about software and device (from the newest checkpoint) and nodes (from the events)."""
     folders = (run.root / "checkpoints").glob("step_*")
     checkpoints = [int(step) for folder in folders if (step := folder.name.removeprefix("step_")).isdigit()]
     newest = run.root / "checkpoints" / f"step_{max(checkpoints, default=0)}" / "controller.json"

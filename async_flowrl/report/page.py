@@ -26,7 +26,6 @@ SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "s
 
 
 def write_page(runs: list[Path], path: Path, *, max_mib: float | None = None) -> None:
-    """Writes one page about these runs to `path`, which is always complete; `max_mib` as in `render`."""
     replace_file(path, render(document(runs), max_mib=max_mib))
 
 
@@ -54,7 +53,6 @@ def render(document: Document, *, max_mib: float | None = None) -> str:
 
 
 def as_data(value: Any) -> str:
-    """JSON that can stand inside a script element of HTML. Raises ValueError for NaN and infinity."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -93,7 +91,6 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
 
 
 def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
-    """(name, folder, path below it) of every picture, the most important first."""
     # The first image of every prompt comes before the second ones; among equal images, the first and the last
     # evaluation come first, and so on inwards.
     ranked = []

@@ -65,7 +65,6 @@ class Records:
 
     @property
     def shared(self) -> bool:
-        """True if the run's processes sample and train (`placement=shared`)."""
         return recorded_placement(self.setting("placement")).together
 
     @cached_property
@@ -82,7 +81,6 @@ class Records:
         return sorted((e for e in self.history if e["event"] == "step"), key=lambda e: int(e["step"]))
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of a setting by its dotted key, e.g. "reward.terms"; `default` if it is missing."""
         value: Any = self.config
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -92,14 +90,13 @@ class Records:
 
     @cached_property
     def failure(self) -> str | None:
-        """One line with the cause of the last attempt's failure, from the controller's log; None if there is none."""
         _, error, text = _log(self.root).rpartition(" ERROR ")
         causes = [match for line in text.splitlines() if (match := CAUSE.match(line))]
         return f"{causes[-1][1]}: {causes[-1][2]}"[:MAX_CAUSE_CHARACTERS] if error and causes else None
 
 
 def read_run(root: Path) -> Records:
-    """Reads a run directory. Raises FileNotFoundError without metrics.jsonl, ValueError for a line that is not JSON."""
+    """Raises FileNotFoundError without metrics.jsonl, ValueError for a line that is not JSON."""
     if not (root / "metrics.jsonl").exists():
         raise FileNotFoundError(f"{root} is no run directory: it has no metrics.jsonl")
     metrics: list[Metrics] = list(read_events(root / "metrics.jsonl"))

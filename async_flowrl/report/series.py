@@ -14,12 +14,10 @@ T = TypeVar("T")
 
 
 def bucket_width(count: int) -> int:
-    """The number of consecutive values that one point of a curve stands for, so that it has at most MAX_POINTS."""
     return max(1, -(-count // MAX_POINTS))
 
 
 def in_buckets(values: Sequence[T]) -> list[Sequence[T]]:
-    """The values in buckets of equally many consecutive ones, one per point; the last may have fewer."""
     width = bucket_width(len(values))
     return [values[start : start + width] for start in range(0, len(values), width)]
 

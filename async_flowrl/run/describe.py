@@ -19,7 +19,6 @@ Rows = list[tuple[str, str]]  # (label, sentence) of each line.
 
 
 def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:
-    """Returns the lines to print before anything is started; empty with `console=quiet`."""
     config = prepared.config
     if config.console == "quiet":
         return ""
@@ -36,7 +35,6 @@ def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> 
 
 
 def dry_run_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:
-    """Returns the text that `dry_run` prints: the first lines, what follows from the settings, and warnings."""
     config, plan = prepared.config, shape(prepared.config)
     payload = stored_bytes(prepared.at_largest, prepared.shapes) / 1e6
     guidance = config.rollout.guidance_scale or config.rollout.true_cfg_scale

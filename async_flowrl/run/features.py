@@ -27,7 +27,6 @@ OWN_SERVER = re.compile(r"(?!uv ).*serve[-_]rewards")
 
 
 def software() -> dict[str, str]:
-    """Returns name → version of Python, of the installed packages that matter, and of the CUDA libraries of torch."""
     versions = {name: version(name) for name in ("async-flowrl", *PACKAGES, *CUPY)}
     versions = {"Python": platform.python_version(), **versions}
     versions |= {"torch": torch.__version__, "CUDA": str(torch.version.cuda or "none")}
@@ -37,7 +36,6 @@ def software() -> dict[str, str]:
 
 
 def device_findings() -> Iterator[Finding]:
-    """Describes each device: failed without bfloat16 tensor cores, a warning if another program uses its memory."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         capability, name = torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)
@@ -80,7 +78,6 @@ def own_servers(config: Config) -> bool:
 
 
 def transport(name: str) -> Feature:
-    """Returns what weights that are sent by a transport need."""
     check = partial(resolve_transport, name, "cuda")
     return Feature(f"transport {name}", check, lambda config: config.checkpoint_engine.transport == name, True)
 
@@ -120,7 +117,6 @@ def optional_finding(name: str, config: Config | None) -> Finding:
 
 
 def feature_findings(config: Config, machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Yields one finding per optional feature that the configuration needs, with the nodes that lack it."""
     # Lacking on some nodes is a warning, because they may have no room for a worker that needs it.
     for name in needed(config):
         what = FEATURES[name].what

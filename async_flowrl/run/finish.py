@@ -45,10 +45,9 @@ logger = logging.getLogger(__name__)
 
 
 async def finish(run: Run, ctx: Context) -> dict[str, Any]:
-    """Writes the results of a finished or stopped run and returns the summary.
+    """Writes the results of a finished or stopped run and returns the summary, whose `failed` names what could not be.
 
-    A view or monitor that fails is named in `failed` of the summary. Raises DamagedCheckpoint if the last checkpoint,
-    which has the weights, cannot be read.
+    Raises DamagedCheckpoint if the last checkpoint, which has the weights, cannot be read.
     """
     config, directory, pools = ctx.config, run.directory, run.ledgers.pools
     # The last checkpoint has the weights, so that no process has to live any longer.
@@ -166,9 +165,9 @@ def ticket_counts(table: TicketTable) -> dict[str, int]:
 def export_best(
     config: Config, model: ResolvedModel, directory: RunDirectory, history: Sequence[Evaluation]
 ) -> Path | None:
-    """Writes the weights (or their EMA) with which the best version was evaluated to lora_best/ or transformer_best/.
+    """Writes the weights of the best version to lora_best/ or transformer_best/, if there is one.
 
-    Returns the folder, or None if no evaluations can be compared. Raises DamagedCheckpoint or OSError.
+    Raises DamagedCheckpoint or OSError.
     """
     row = best_row(config, history)
     if row is None:
@@ -209,7 +208,6 @@ class Ending:
 
 
 def conclude(ending: Ending, summary: Mapping[str, Any]) -> int:
-    """Prints how the run ended and returns the exit code (see `config/exit_codes.py`)."""
     stop, early = ending.stop, ending.stop() and summary["steps"] < summary["total_steps"]
     hacked = early and stop.code == exit_codes.HACKING
     if early:

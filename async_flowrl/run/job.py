@@ -59,10 +59,9 @@ def run(
     hydra_record: Mapping[str, str] = MappingProxyType({}),
     workers: Workers = OUR_OWN,
 ) -> int:
-    """Runs a configuration and returns the exit code (config/exit_codes.py).
+    """Runs a configuration and returns the exit code; a failure is one sentence on stderr.
 
-    A failure is printed as one sentence on stderr, with its traceback in logs/controller.log. `hydra_record` maps the
-    names of the files in `.hydra/` to their texts. `workers` are worker classes of tests and benchmarks.
+    `hydra_record` is name → text of the files in `.hydra/`; `workers` are classes of tests and benchmarks.
     """
     directory = RunDirectory(Path(config.output_dir))
     with ExitStack() as last:
@@ -121,7 +120,6 @@ def machine_warnings(prepared: Prepared) -> list[str]:
 
 
 async def train(ending: Ending, resume: Resume, display: Display) -> int:
-    """Trains from the start or `resume` to the end, writes the results, and returns the exit code."""
     # Raises the run's failure, unless the run was asked to stop, lost workers or servers meanwhile, and has a
     # checkpoint.
     stop, directory = ending.stop, ending.directory
@@ -151,7 +149,6 @@ def last_resort(error: BaseException, stop: StopRequest, directory: RunDirectory
 
 
 async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[str, Any]:
-    """Starts the pools, trains to the last step or until `ending.stop` is asked, and returns the summary."""
     prepared, directory, stop = ending.prepared, ending.directory, ending.stop
     display.phase("starting the pools")
     with time_limited(stop, prepared.config.time_limit), ExitStack() as last:
@@ -239,7 +236,6 @@ def open_ledgers(
 
 
 def stored(config: Config) -> str:
-    """Returns what a run keeps in the object store, and what to do where that is too much."""
     what = f"the images and trajectories of {config.live_versions} steps, weights on their way to rollout workers"
     fewer = "fewer or smaller images per step, a smaller max_staleness"
     if config.keeps_state:
@@ -250,7 +246,6 @@ def stored(config: Config) -> str:
 
 
 def refused(error: BaseException) -> str | None:
-    """Returns the message of a ValueError of a loading worker, i.e. of a wrong configuration, else None."""
     # An example is a LoRA for layers that do not exist.
     cause = leaves(error)[0]
     loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"

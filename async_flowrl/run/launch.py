@@ -41,11 +41,7 @@ DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nv
 
 
 def check_machine(prepared: Prepared) -> None:
-    """Raises ConfigError if the terminal cannot show the configured console, or this machine cannot hold the run.
-
-    The pools, engine and transport are checked for a Ray cluster that the run will start here; another cluster
-    (`runtime.address`) is checked when the pools start.
-    """
+    """Raises ConfigError if the terminal cannot show the console, or this machine cannot hold its own cluster."""
     config, runtime = prepared.config, prepared.config.runtime
     console_of(config.console)
     if not runtime.own_cluster:
@@ -119,10 +115,9 @@ def check_stored(prepared: Prepared, trained: int) -> None:
 
 
 async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup) -> dict[str, Any]:
-    """Loads the model in all trainer ranks and rollout workers at the same time; its files must be on their nodes.
+    """Loads the model in all trainer ranks and rollout workers at the same time; returns what trainer rank 0 reports.
 
-    Returns what trainer rank 0 reports, e.g. `base_digest` and `device`. Raises StartError unless the trainer and all
-    rollout workers hold the same base weights, and the errors of loading.
+    Raises StartError unless all hold the same base weights, and the errors of loading.
     """
     rollouts = groups[ROLLOUT].workers
     async with asyncio.TaskGroup() as tasks:
@@ -137,7 +132,6 @@ async def load_pools(config: Config, groups: Mapping[str, WorkerGroup], trainers
 
 
 async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGroup) -> dict[str, Any]:
-    """Joins the trainer ranks in a process group and loads their model; returns what rank 0 reports."""
     async with deadline(config.deadlines.load, "load: model of the trainer"):
         # A single rank needs a process group only if its base model is offloaded to the CPU.
         if len(group.workers) > 1 or config.trainer.cpu_offload:
@@ -189,7 +183,6 @@ logger = logging.getLogger(__name__)
 
 
 async def compare_devices(config: Config, memory: Mapping[str, int]) -> None:
-    """Compares the devices' bytes with the plan: warnings in the log, or ConfigError if a device is too small."""
     if memory:
         for sentence in await asyncio.to_thread(check_devices, config, memory):
             logger.warning("%s", sentence)
@@ -198,10 +191,7 @@ async def compare_devices(config: Config, memory: Mapping[str, int]) -> None:
 async def lay_out(
     prepared: Prepared, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup
 ) -> tuple[Prepared, dict[str, int]]:
-    """Decides what `auto` means in the settings of the trainer's layout, and tells the ranks' TrainerGroup.
-
-    Returns the run with the chosen settings, and pool → bytes of memory of its smallest device.
-    """
+    """Decides what `auto` means in the trainer's layout; returns the run and pool → its smallest device's bytes."""
     config = prepared.config
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)

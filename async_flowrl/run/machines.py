@@ -81,7 +81,6 @@ class Machine:
 
 
 def machine_finding(machine: Machine) -> Finding:
-    """Describes a node in one line: failed if Ray cannot start or the disk is full, a warning if Ray cannot spill."""
     facts, disk = machine.facts, machine.facts["disks"][machine.facts["temporary"]]
     memory, shm, free = (f"{size / GIB:.1f} GiB" for size in (facts["memory"], facts["shm"], disk["free"]))
     kinds = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "no GPU"
@@ -94,7 +93,6 @@ def machine_finding(machine: Machine) -> Finding:
 
 
 def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Compares versions, code and modules with this machine; a failure names the nodes that differ."""
     kinds = {"versions of the nodes": "versions", "code": "code"}
     advice = "install the same everywhere, or use one file system; other code would give other weights"
     for name, kind in kinds.items():
@@ -123,7 +121,6 @@ def everywhere(machines: Sequence[object]) -> str:
 
 
 def seats(specs: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
-    """Checks that all workers with which a run starts find a place; warns if other programs hold it now."""
     exists = [node.resources for node in nodes]
     waits = [node.free for node in nodes], WARNING, "others hold them now: a run waits for deadlines.load"
     for left, status, advice in ((exists, FAILED, "fewer workers, or more nodes"), waits):
@@ -135,7 +132,6 @@ def seats(specs: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
 
 
 def network_findings(survey: Survey, version_bytes: int) -> Iterator[Finding]:
-    """Measures a broadcast to all nodes; `version_bytes` is the size of one LoRA version."""
     names = {node.id: node.name for node in survey.nodes}
     stores = (node.resources.get("object_store_memory", BROADCAST_BYTES * STORE_PART) for node in survey.nodes)
     size = min(BROADCAST_BYTES, *(int(store / STORE_PART) for store in stores))
@@ -150,7 +146,6 @@ def network_findings(survey: Survey, version_bytes: int) -> Iterator[Finding]:
 
 
 def broadcast_finding(seconds: Mapping[str, float], nbytes: int, version_bytes: int) -> Finding:
-    """Reports how long a version takes from this node to all others at once; a slow link is a warning."""
     slowest = max(seconds, key=lambda name: seconds[name])
     rate = nbytes / seconds[slowest]
     sentence = f"{nbytes / 1e6:.0f} MB by object store, {rate / 1e6:.0f} MB/s to the slowest node, {slowest}"

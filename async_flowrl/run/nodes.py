@@ -27,7 +27,6 @@ LABEL_CHARACTERS = 10  # Width of the label before each line, in characters.
 
 
 async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Prints the workers of each node of a cluster. ConfigError if one with trainer ranks does not see `folder`."""
     if config.runtime.address is None:
         return
     table = seats(groups)
@@ -53,17 +52,13 @@ def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
 
 
 def runs(numbers: list[int]) -> list[str]:
-    """Returns sorted numbers as texts, where consecutive numbers become `first…last`."""
     # Consecutive numbers have the same distance from their places.
     spans = [[n for _, n in span] for _, span in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return [f"{span[0]}" if len(span) == 1 else f"{span[0]}…{span[-1]}" for span in spans]
 
 
 async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Writes a file into the run directory and has one worker of every node look for it.
-
-    Raises ConfigError for a node with trainer ranks that does not see it, and logs a warning for others.
-    """
+    """Has one worker of every node look for a file in the run directory. ConfigError if a rank does not see it."""
     # Trainer ranks write and read checkpoints there, other workers only their logs.
     one_each: dict[str, tuple[Worker, str]] = {}
     for group in sorted(groups.values(), key=lambda group: group.spec.name != TRAINER):
@@ -108,8 +103,7 @@ QUICK_LANES = ("control", "stop")
 async def ready_nodes(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> None:
     """Downloads the model's files to every node whose workers load them, and compares the nodes' memory with the plan.
 
-    Too little free memory is a warning in the log; nothing is compared without safetensors files, or if a worker does
-    not answer. Raises ConfigError if a node is too small, and the errors of the download.
+    Raises ConfigError if a node is too small, and the errors of the download.
     """
     everyone = loaders(groups[ROLLOUT].workers, groups[TRAINER].workers)
     await download_model(model_of(groups[ROLLOUT]), everyone, seconds=prepared.config.deadlines.download)
@@ -120,7 +114,6 @@ async def ready_nodes(prepared: Prepared, groups: Mapping[str, WorkerGroup], dev
 
 
 async def look(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> Hosts | None:
-    """Returns the nodes and the elements of the model's files, or None, with a line in the log, if that fails."""
     # A worker that is dead or hangs is not dealt with here: the next call to it does that.
     model, reader = prepared.model, groups[ROLLOUT].workers[0]
     if model.random:  # Nothing is read from files.

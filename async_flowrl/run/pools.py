@@ -33,7 +33,6 @@ MAX_UPCOMING = 32_768
 
 
 def pools(prepared: "Prepared") -> list[PoolSpec]:
-    """Returns the pools of the run: trainer ranks, rollout workers, reward workers and reward servers."""
     config = prepared.config
     model: dict[str, Any] = {"config": config, "model": prepared.model}
     # Rollout workers that keep no text encoder loaded are told the prompts to come.

@@ -15,10 +15,7 @@ CheckedConfig = NewType("CheckedConfig", Config)
 
 
 def precheck(config: Config) -> CheckedConfig:
-    """Returns the configuration, whose fields, rewards, and named files and folders are found to be right.
-
-    Raises ConfigError, with one sentence, for the first mistake.
-    """
+    """Raises ConfigError, with one sentence, for the first wrong field, reward, file or folder."""
     try:
         check(config)
         check_rewards(config.reward)
@@ -34,7 +31,6 @@ def precheck(config: Config) -> CheckedConfig:
 
 
 def check_output(config: Config) -> None:
-    """Raises ConfigError if `output_dir` is a file or not empty (with `resume=never`), or if `resume` is no folder."""
     folder = Path(config.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output_dir={folder} is a file")

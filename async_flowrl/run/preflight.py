@@ -57,7 +57,6 @@ def preflight(prepared: Prepared) -> list[str]:
 
 
 def start_findings(prepared: Prepared, least_nodes: int = 1) -> Iterator[Finding]:
-    """Yields the findings of `configuration_findings` for a configuration that is already prepared."""
     config = prepared.config
     yield from (features.optional_finding(name, config) for name in features.FEATURES)
     try:
@@ -104,7 +103,6 @@ def on_cluster(prepared: Prepared, here: Machine, request: FactsRequest, least: 
 
 
 def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], probe: Survey | None) -> Iterator[Finding]:
-    """Compares the memory plan with the machines, and measures the network if `probe` is given."""
     config, version = prepared.config, 0
     yield device_finding(config, pools(prepared), machines)
     try:
@@ -122,7 +120,6 @@ def judged(prepared: Prepared, here: Machine, machines: Sequence[Machine], probe
 
 
 def device_finding(config: Config, specs: Sequence[PoolSpec], machines: Sequence[Machine]) -> Finding:
-    """Compares the memory plan of each pool with the smallest GPU that its workers can get."""
     # GPUs that are too small are a failure, or a warning if there are larger ones, because Ray chooses among them when
     # the workers start. vllm_omni plans its memory itself.
     largest, smallest = 0, dict[str, int]()
@@ -146,7 +143,6 @@ def device_finding(config: Config, specs: Sequence[PoolSpec], machines: Sequence
 
 
 def memory_needs(config: Config, plan: MemoryPlan, *, on_gpus: bool) -> list[tuple[str, int]]:
-    """Returns name and bytes of host memory of each process with which a run can start."""
     shares = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
     workers = {TRAINER: range(config.trainer.num_workers), ROLLOUT: range(config.rollout.worker_bounds[0])}
     with_gpus = [pool for pool, gpus in shares.items() if on_gpus and gpus > 0]
@@ -179,7 +175,6 @@ def store_finding(payload: int, machines: Sequence[Machine]) -> Finding:
 
 
 def disk_findings(config: Config, plan: MemoryPlan, here: Machine, machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Compares the planned size of the run directory with the free disk space, and says which nodes see it."""
     # It holds the kept checkpoints, one more being written, a best one, and the weights of both.
     folder, best = run_folder(config), config.save.best is not None
     checkpoint = plan.snapshot * (config.trainer.num_workers if config.in_shares else 1)

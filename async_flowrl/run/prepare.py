@@ -50,8 +50,6 @@ OUR_OWN: Workers = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Prepared:
-    """The checked configuration of a run and the objects that follow from it."""
-
     config: Config  # The configuration in which `model.dtype` and `total_steps` are resolved (see `prepare`).
     model: ResolvedModel
     algorithm: Algorithm
@@ -66,7 +64,6 @@ class Prepared:
 
     @property
     def sizes_in_words(self) -> str:
-        """The sizes as text; of more than SIZES_SHOWN only their number, the smallest and the largest."""
         sizes = [in_words(size) for size in self.sizes]
         if len(sizes) > SIZES_SHOWN:
             return f"{len(sizes):,} sizes from {sizes[0]} to {sizes[-1]} px"
@@ -126,17 +123,12 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
 
 
 def sizes_of(config: Config, prompts: Prompts) -> list[Resolution]:
-    """Returns the sizes that images of these prompts can have: the prompts' own, and the configured ones if needed."""
     drawn = () if prompts.all_sized else configured(config.rollout)
     return list(dict.fromkeys([*prompts.sizes, *drawn]))
 
 
 def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Resolution, ...]:
-    """Returns every size that an image of the run can have, sorted by the number of pixels.
-
-    Raises ValueError, which names the configuration key or the prompt, for a size that the model cannot make, and for
-    several sizes of what is trained where a batch of tickets allows only one.
-    """
+    """Returns every size of an image of the run, by pixels. ValueError with the key or prompt of a wrong one."""
     both = (data.train, data.evaluation)
     where = {size: f"{place}: " for prompts in both for size, place in prompts.sizes.items()}
     if not all(prompts.all_sized for prompts in both):
@@ -170,7 +162,6 @@ def check_patience(config: Config) -> None:
 
 
 def check_tickets_per_batch(config: Config) -> None:
-    """Raises ValueError if `rollout.tickets_per_batch` is larger than the number of tickets of a step."""
     size, tickets = config.rollout.tickets_per_batch, shape(config).tickets_per_step
     if size > tickets:
         raise ValueError(
@@ -236,9 +227,8 @@ def doubts_of(prepared: Prepared) -> list[str]:
 
 
 def baseline_sampling(config: Config, family: str) -> Sampling | None:
-    """Returns the family's usual denoising steps and guidance, unless `evaluate.baseline_*` set others.
+    """Returns the family's usual denoising steps and guidance, or those of `evaluate.baseline_*`.
 
-    Returns None without `evaluate.baseline`. The tiny model has no usual settings; its evaluations' settings are used.
     Raises ValueError for an `evaluate.baseline_guidance` that the family's networks cannot have.
     """
     if not config.evaluate.baseline:

@@ -114,7 +114,6 @@ async def train_with_recovery(run: Run, resume: Resume) -> Context:
 
 
 async def attempt(run: Run, ctx: Context, steps: AfterStep) -> None:
-    """Trains from the step of the context's ticket table to the end. Raises the first failure."""
     # When the last step is trained, only evaluations are outstanding. A failure after that (such as images that cannot
     # be made) is added to the ledger's failures and not raised, unless a trainer rank has died.
     try:
@@ -182,10 +181,7 @@ async def recover(run: Run, before: Resume) -> Resume:
 
 
 def newest_state(run: Run, before: Resume) -> Resume:
-    """Returns the newest of the kept state, the undamaged checkpoints and `before`.
-
-    Raises DamagedCheckpoint if there are only damaged checkpoints and no kept state.
-    """
+    """Returns the newest of the kept state, the checkpoints and `before`. Raises DamagedCheckpoint."""
     kept, evaluations = run.kept.newest(), run.ledgers.evaluations
     try:
         state = newest(run.directory)
@@ -208,10 +204,7 @@ def with_unevaluated(config: Config, resume: Resume, evaluations: EvaluationLog)
 
 
 async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[tuple[str, int]]) -> None:
-    """Gives every trainer rank the kept state and the versions `held` for evaluations.
-
-    RuntimeError if weights differ.
-    """
+    """Gives every trainer rank the kept state and the versions `held`. RuntimeError if their weights then differ."""
     # One after the other, so that the object store holds one copy at a time.
     ranks, state = trainers.workers.workers, (kept.digest, kept.files, tuple(held))
     prints = {await worker.call("take_over", *state) for worker in ranks}
@@ -220,7 +213,6 @@ async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[tu
 
 
 async def follow_trainer(run: Run, rollout: SubGroup) -> None:
-    """Loads the rollout workers of the new processes, which have replaced those of the old trainer ranks."""
     workers = [rollout.follow(worker.index) for worker in list(rollout.workers)]
     seconds = run.prepared.config.deadlines.load
     digests = await together(*(load_rollout(worker, seconds=seconds) for worker in workers))
@@ -247,7 +239,7 @@ async def restore(
 async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Callable[[], Resume]) -> Resume:
     """Has every rank verify its share of the checkpoint; returns `resume`, or what `another` returns if one is damaged.
 
-    Raises the errors of `another`, and WorkerFailed if it finds none, or if a share of that one is damaged, too.
+    Raises the errors of `another`, and WorkerFailed if that is damaged, too.
     """
     try:
         await trainers.weights.verify(str(resume.path))
@@ -263,7 +255,6 @@ async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Cal
 
 
 async def clean_rollout(worker: Worker, *, seconds: float) -> None:
-    """Waits at most `seconds` for the worker's current work, then makes it drop its versions."""
     # If that fails (the worker is dead, hangs, or holds no model yet because it was being replaced), the worker is
     # killed, and the next attempt replaces it.
     try:
@@ -276,7 +267,6 @@ async def clean_rollout(worker: Worker, *, seconds: float) -> None:
 
 
 def steps_of(run: Run, requests: RequestBuilder, resume: Resume) -> AfterStep:
-    """Returns what is done between the training steps of an attempt from `resume`."""
     config, ledgers = run.prepared.config, run.ledgers
     ours = resume.path is not None and resume.path.parent.resolve() == run.directory.checkpoints.resolve()
     if resume.kept is not None:  # Its checkpoint is written only if one is due that is lacking.

@@ -32,7 +32,6 @@ class StopRequest:
 
 @contextmanager
 def time_limited(stop: StopRequest, time_limit: float | None) -> Iterator[None]:
-    """Context in which the time limit (seconds from now, None: no limit) asks `stop`."""
     loop = asyncio.get_running_loop()
     timer = loop.call_later(time_limit, stop.ask, f"time_limit={time_limit:g} s") if time_limit is not None else None
     try:

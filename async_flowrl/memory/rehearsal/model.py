@@ -50,7 +50,6 @@ class FakeModel:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of all text encoders."""
         return self.known.text_parameters * self.dtype.itemsize
 
     def shortened(self, fewest: int, period: int) -> "list[tuple[int, FakeModel]]":
@@ -75,11 +74,7 @@ class FakeModel:
     def load_policy(
         self, aside: Aside, model: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str
     ) -> Any:
-        """Replaces `policies.registry.load_policy`; returns a policy of fake tensors on the CPU.
-
-        `parts` is `structure` (the network on the meta device), `transformer` (the network), or `all` or `offload`
-        (with VAE and text encoders). `dtype` and `device` are ignored.
-        """
+        """Replaces `policies.registry.load_policy`; returns a policy of fake tensors on the CPU."""
         network = self._network(aside, on_meta=parts == "structure")
         whole = parts in ("all", "offload")
         policy = self.family.policy_of(
@@ -136,10 +131,7 @@ class FakeModel:
 
 
 def architecture(config: Config) -> tuple[Architecture, str]:
-    """Returns the model's architecture and the name of the dtype that it computes in.
-
-    Random weights have no text encoders. Raises ValueError if the model is neither known nor a local folder.
-    """
+    """Returns the model's architecture and its dtype's name. ValueError if it is neither known nor a local folder."""
     path, random = config.model.path, config.model.weights == "random"
     if path in architectures():
         published = architectures()[path]
@@ -162,5 +154,4 @@ def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
 
 
 def conditioning(policy: Any) -> Conditioning:
-    """Returns the longest prompt's embeddings as float32 zeros."""
     return {name: np.zeros(shape, np.float32) for name, shape in policy.conditioning_shapes().items()}

@@ -33,9 +33,9 @@ from checkpoint_engine import receiver
 
 @contextmanager
 def rehearsed_process(model: FakeModel, ledger: Ledger, *, joined: bool) -> Iterator[None]:
-    """Context in which this process acts as rank 0 of the ledger's ranks, and the ledger counts.
+    """Context in which this process acts as rank 0 of the ledger's ranks (`joined`: in a process group) and it counts.
 
-    `joined`: whether the ranks form a process group. Raises RuntimeError if this process is in a process group already.
+    Raises RuntimeError if this process is in a process group already.
     """
     if dist.is_initialized():
         raise RuntimeError("a rehearsal needs a process that has joined no process group")
@@ -89,8 +89,6 @@ def _pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:
 
 
 class _Files(dict[str, float]):
-    """Stand-in for a model's files that has a tensor for every name; its values are never used."""
-
     def __missing__(self, name: str) -> Tensor:
         return torch.zeros(())
 

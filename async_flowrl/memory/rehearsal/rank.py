@@ -35,8 +35,6 @@ NEGATIVE = "negative"
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """Result of a trainer rank's rehearsal."""
-
     # Name → phase: load, settle, behaviour, reference, forward, backward, optimizer, delivery, update (the rest).
     phases: dict[str, Phase]
     sizes: Sizes
@@ -95,7 +93,6 @@ def rehearse_trainer(config: Config, model: FakeModel) -> RankRehearsal:
 
 
 def sizes_of(worker: TrainerWorker, model: FakeModel) -> Sizes:
-    """Returns the sizes of a worker's model, without its VAE."""
     network, config = worker.policy.transformer, worker.config
     trained = tuning_of(config).parameters(network).values()
     lora = set() if tuning_of(config).whole else set(trained)
@@ -136,7 +133,6 @@ def settle(worker: TrainerWorker, config: Config) -> None:
 
 
 def update(worker: TrainerWorker, config: Config) -> TrainRequest:
-    """Trains one group; returns the request."""
     request, trajectory = update_request(worker, config)
     cast("Any", worker.update).set_negatives({NEGATIVE: trajectory.conditioning})
     worker.train(request, trajectory)
@@ -150,11 +146,7 @@ def end_step(worker: TrainerWorker, request: TrainRequest) -> None:
 
 
 def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest, Trajectory]:
-    """Returns a request to train one group, and its trajectory.
-
-    The group has one micro-batch for every rank, or fewer if the algorithm trains on fewer of its images, and is
-    trained at as many denoising steps as one forward pass has.
-    """
+    """Returns a request to train a group, of one micro-batch and forward pass per rank, and its trajectory."""
     size, steps, ranks = config.group_size, config.rollout.num_inference_steps, config.trainer.num_workers
     drawn = draw_window(config.algorithm, num_inference_steps=steps, seed=config.seed, step=0, group=0)
     points = {point for step in drawn.train_steps if drawn.noise_steps for point in (step, step + 1)} or {steps}
@@ -202,7 +194,6 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     later = groups - groups // updates
 
     def most(of_groups: int) -> int:
-        """Returns the forward passes of `of_groups` groups on the rank that has the most, which decides the time."""
         if worker.world.by_group:
             return of_groups * -(-parts // trainer.num_workers) * columns
         return -(-of_groups * parts // trainer.num_workers) * columns

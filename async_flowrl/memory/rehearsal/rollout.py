@@ -22,8 +22,6 @@ STEPS = 2  # Denoising steps that are run, the first with noise; the remaining s
 
 @dataclass(frozen=True)
 class RolloutRehearsal:
-    """Result of a rollout worker's rehearsal."""
-
     # Name → phase: load, encode, denoise, decode, delivery, and sample (the rest of a ticket).
     phases: dict[str, Phase]
     rows: int  # Images in a forward pass, without the second branch of classifier-free guidance.
@@ -83,10 +81,9 @@ def as_one_ticket(config: Config) -> Config:
 
 
 def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
-    """Fills the receiver's ring (a slot for each version that a ticket may name) and its slot for an evaluation.
+    """Fills the receiver's slots for tickets and for an evaluation with zeros.
 
-    All bytes of the versions are zero. Returns the newest version, and an object whose lifetime is that of the memory
-    of a version that is arriving.
+    Returns the newest version, and an object whose lifetime is that of the memory of a version that is arriving.
     """
     receiver, layout = worker.receiver, worker.receiver.layout
     data = np.zeros(layout.nbytes, np.uint8)
@@ -104,7 +101,6 @@ def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
 
 
 def ticket_request(config: Config, version: int) -> RolloutRequest:
-    """Returns a training ticket of STEPS denoising steps, to be generated with `version`."""
     prompts = [Prompt(0, "a prompt of usual length")]
     request = RequestBuilder(config, prompts, prompts).request(Ticket(TRAIN, 0, 0, 0, 0, version))
     return replace(
