@@ -9,7 +9,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -147,7 +147,7 @@ def peak(phases: Iterable[Phase]) -> Phase:
     return max(phases, key=lambda phase: phase.peak)
 
 
-def describe(done: Rehearsal) -> str:
+def describe(done: Rehearsal, cards: Sequence[Card]) -> str:
     config, card = done.config, done.card
     lines = [f"{config.model.path}, {config.trained_in_words}; shapes only, nothing was computed", ""]
     for title, side in (("trainer rank", done.rank), ("rollout worker", done.rollout)):
@@ -159,9 +159,7 @@ def describe(done: Rehearsal) -> str:
         f"{card.name}'s {card.memory / GIB:.1f} GiB, fragments and CUDA's own memory aside"
         for title, phase in done.peaks().items()
     ]
-    estimated = {**asdict(done.estimate), "step, at least": done.step}
-    rows = [(name.replace("_", " "), f"{value:.4g}") for name, value in estimated.items()]
-    lines += ["", format_table(("estimated", "seconds, FLOPs or bytes"), rows), ""]
+    lines += ["", estimates(done, cards), ""]
     lines += [f"Estimated for {card.name} by arithmetic; it takes for granted:"]
     return "\n".join([*lines, *(f"- {sentence}" for sentence in card.assumptions)]) + "\n"
 
@@ -211,14 +209,12 @@ def _phases(phases: Mapping[str, Phase], card: Card) -> dict[str, Any]:
     }
 
 
-def by_card(done: Rehearsal, cards: Sequence[Card]) -> str:
-    """Returns a table with a row per card; the processes, which hold the base as on the first one, stay the same."""
-    head = ("card", "GiB missing", *(field.name.replace("_", " ") for field in fields(Estimate)), "step, at least")
-    rows = []
-    for on_card in (replace(done, card=card) for card in cards):
-        seconds_and_more = (*astuple(on_card.estimate), on_card.step)
-        rows.append((on_card.card.name, f"{on_card.lacking / GIB:.1f}", *(f"{one:.3g}" for one in seconds_and_more)))
-    return f"By card, estimated by arithmetic:\n{format_table(head, rows)}\n"
+def estimates(done: Rehearsal, cards: Sequence[Card]) -> str:
+    """Returns a column per card; the processes, which hold the base as on the first one, stay the same."""
+    on_cards = [replace(done, card=card) for card in cards]
+    columns = [{"GiB missing": on.lacking / GIB, **asdict(on.estimate), "step, at least": on.step} for on in on_cards]
+    rows = [(name.replace("_", " "), *(f"{column[name]:.4g}" for column in columns)) for name in columns[0]]
+    return format_table(("estimated seconds, FLOPs, bytes", *(card.name for card in cards)), rows)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -235,4 +231,4 @@ def main(arguments: Sequence[str]) -> None:
     if options.json:
         sys.stdout.write(json.dumps(as_json(done, cards), indent=2) + "\n")
     else:
-        sys.stdout.write(describe(done) + (f"\n{by_card(done, cards)}" if len(cards) > 1 else ""))
+        sys.stdout.write(describe(done, cards))

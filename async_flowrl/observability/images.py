@@ -133,9 +133,9 @@ def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[di
     return [
         {
             "prompt": prompt.text,
-            "total": list(group.total),
-            "by_term": {name: list(values) for name, values in group.by_term.items()},
-            "extras": {term: {name: list(values) for name, values in by.items()} for term, by in group.extras.items()},
+            "total": group.total,
+            "by_term": dict(group.by_term),
+            "extras": {term: dict(by_name) for term, by_name in group.extras.items()},
         }
         for prompt, group in zip(prompts, scores, strict=True)
     ]

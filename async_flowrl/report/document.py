@@ -1,28 +1,9 @@
 """The content of a report: one JSON-able document, read from the files of run directories.
 
-The files are config.yaml, metrics.jsonl, events.jsonl, evaluations.jsonl, summary.json, images/, checkpoints/, .hydra/
-and logs/controller.log. All but metrics.jsonl may be missing; in a run that still goes on, the last line of a file may
-be unfinished. Nothing that a configuration names is imported. The same files always give the same document.
-
-The document:
-
-    {"title": str,
-     "headline": str,                the result in one sentence
-     "runs": [run, ...],             one per run directory; each has "name", "folder", "state" (running, finished,
-                                     stopped, failed, unfinished), "result", "lines", "timeline", "pictures", ...
-     "panels": [panel, ...],         charts: title, help text, and which of the runs' "lines" are drawn in them
-     "differences": table | None,    settings in which the runs differ; None for a single run
-     "max_mib": float,               largest size of the pictures inside a page, in MiB
-     "notes": [str, ...]}            sentences about what was left out to keep the document small
-
-`page.render` makes an HTML page whose JavaScript function `show(document)` draws it.
-
-The document contains the names of pictures, not their content: `pictures["evaluations"][i]["folder"]` and file names
-below it.
-
-The size does not grow with the length of a run. A curve has at most curves.MAX_POINTS points; each is the mean of
-equally many consecutive steps, with their range. A timeline has exact bars for a few short windows and shares of time
-for the whole run (schedule.py). Pictures are named for at most pictures.MAX_EVALUATIONS evaluations.
+All files but metrics.jsonl may be missing, and in a run that still goes on a last line unfinished. Nothing that a
+configuration names is imported. The same files always give the same document, whose size does not grow with the length
+of a run: a point of a curve is the mean of equally many steps, and a timeline has exact bars for a few windows.
+`page.render` makes an HTML page of it, whose JavaScript function `show(document)` draws it and loads its pictures.
 """
 
 import os

@@ -184,7 +184,6 @@ def export_best(
 
 LABEL_CHARACTERS = 8  # Width of the label before each line, in characters.
 TRAINED = {LORA: "LoRA", FULL: "weights"}  # Value of `tune` → what stands before the path of what was trained.
-MAX_WARNINGS = 5  # Most warnings of the summary that are printed.
 
 
 @dataclass(frozen=True)
@@ -239,10 +238,8 @@ def results(ending: Ending, summary: Mapping[str, Any]) -> None:
         if path != directory.report or path.exists():
             say(label, path)
     say("summary", directory.summary)
-    for sentence in summary["warnings"][:MAX_WARNINGS]:
+    for sentence in summary["warnings"]:
         say("warning", sentence)
-    if len(summary["warnings"]) > MAX_WARNINGS:
-        say("warning", f"{len(summary['warnings']) - MAX_WARNINGS} more in summary.json")
 
 
 def say_result(ending: Ending, summary: Mapping[str, Any]) -> None:

@@ -236,12 +236,9 @@ def open_ledgers(
 
 
 def stored(config: Config) -> str:
-    what = f"the images and trajectories of {config.live_versions} steps, weights on their way to rollout workers"
-    fewer = "fewer or smaller images per step, a smaller max_staleness"
-    if config.keeps_state:
-        what += ", and the state of the trainer that the controller keeps"
-    elif config.trainer.num_workers > 1:
-        fewer += ", a smaller checkpoint_engine.bucket_bytes (with trainer.shard=full)"
+    what = f"images and trajectories of {config.live_versions} steps, and weights on their way to rollout workers"
+    what += ", and the trainer's state" if config.keeps_state else ""
+    fewer = "fewer or smaller images per step, a smaller max_staleness or checkpoint_engine.bucket_bytes"
     return f"{what}; use {fewer}, or a Ray cluster with a larger store"
 
 

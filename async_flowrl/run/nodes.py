@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,12 @@ async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folde
 
 
 def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
-    """Returns node → its workers as text, e.g. `trainer-0…7, rollout-3`, in the order in which the pools name nodes."""
-    by_node: dict[str, dict[str, list[int]]] = {}
+    """Returns node → its workers as text, e.g. `8 × trainer, 1 × rollout`."""
+    by_node: dict[str, Counter[str]] = {}
     for name, group in groups.items():
         for worker in group.workers:
-            by_node.setdefault(worker.node, {}).setdefault(name, []).append(worker.index)
-    return {
-        node: ", ".join(f"{pool}-{run}" for pool, indices in pools.items() for run in runs(sorted(indices)))
-        for node, pools in by_node.items()
-    }
-
-
-def runs(numbers: list[int]) -> list[str]:
-    # Consecutive numbers have the same distance from their places.
-    spans = [[n for _, n in span] for _, span in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    return [f"{span[0]}" if len(span) == 1 else f"{span[0]}…{span[-1]}" for span in spans]
+            by_node.setdefault(worker.node, Counter())[name] += 1
+    return {node: ", ".join(f"{count} × {pool}" for pool, count in pools.items()) for node, pools in by_node.items()}
 
 
 async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
-from async_flowrl.run.nodes import runs
 
 CLUSTER = "runtime.address=auto"
 
@@ -10,7 +9,3 @@ CLUSTER = "runtime.address=auto"
 def test_whole_nodes_are_accepted() -> None:
     check(compose_config("one_step_off", [CLUSTER, "trainer.num_workers=16", "trainer.workers_per_node=8"]))
     check(compose_config("one_step_off", ["rollout.num_workers=2", "rollout.workers_per_node=2"]))
-
-
-def test_neighbours_are_written_as_a_range() -> None:
-    assert runs([0, 1, 2, 5, 7, 8]) == ["0…2", "5", "7…8"] and runs([]) == []

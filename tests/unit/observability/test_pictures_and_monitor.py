@@ -45,7 +45,7 @@ def test_a_grid_shows_and_keeps_what_rewards_say_of_its_images(tmp_path: Path) -
     line = np.asarray(shown.convert("L"))[-LINE_HEIGHT:]
     assert (line[:, :192] < 255).any(), "nothing stands below the first image"
     (kept,) = picture_data([Prompt(0, "a sign")], scores)
-    assert (kept["prompt"], kept["extras"]["ocr"]["read"], kept["total"]) == ("a sign", ["HELLO", ""], [0.5, -1.0])
+    assert (kept["prompt"], kept["extras"]["ocr"]["read"], kept["total"]) == ("a sign", ("HELLO", ""), (0.5, -1.0))
 
 
 def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
