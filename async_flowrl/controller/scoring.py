@@ -109,7 +109,7 @@ async def ask_pool(
         except FAILURES as error:
             error_of_call = error
             await reward_failed(ctx, pool, index, error)
-            return failing(names, str(error))
+            return failing(names, f"{type(error).__name__}: {error}")
         finally:
             places.put_nowait(index)
 

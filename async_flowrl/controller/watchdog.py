@@ -49,12 +49,15 @@ class TicketAges:
         """Returns a table of at most MOST_ROWS waiting tickets; the one that has waited longest comes first."""
         rows = []
         tickets = sorted(ctx.table.live(), key=lambda ticket: (self._since(ticket), describe(ticket)))
+        if not tickets:
+            return "nothing is under way"
         for ticket in tickets[:MOST_ROWS]:
             held = ctx.table.held.get(ticket.worker or "")
             event = (
                 f"{ticket.worker} holds versions {sorted(held.policy)}" if held else f"needs version {ticket.version}"
             )
-            rows.append((describe(ticket), ticket.state, ticket.worker, f"{now - self._since(ticket):.1f} s", event))
+            age = f"{now - self._since(ticket):.1f} s"
+            rows.append((describe(ticket), ticket.state, ticket.worker or "-", age, event))
         more = f"\n… and {len(tickets) - MOST_ROWS} more" if len(tickets) > MOST_ROWS else ""
         return format_table(("ticket", "state", "worker", "age", "last event"), rows) + more
 
