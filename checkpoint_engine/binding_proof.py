@@ -1,8 +1,7 @@
 """The binding proof checks that delivered LoRA weights are in the right modules, with the right scale.
 
-Digests do not notice two tensors of equal shape that were swapped before hashing, or a wrong alpha. So both ends
-compute scaling * B (A x) for each module, with x seeded by its name. B is zero at first, so an adapter with random B
-(the canary) is delivered and compared first; with whole weights too, whose live tensors each end digests.
+Digests notice neither two tensors of equal shape that were swapped before hashing, nor a wrong alpha. So both ends
+compute scaling * B (A x) for each module, x seeded by its name, with an adapter of random B, the canary.
 """
 
 import hashlib

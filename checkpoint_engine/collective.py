@@ -1,8 +1,7 @@
 """The members' side of collective transports: broadcasts of versions over a process group of gloo or NCCL.
 
-Members meet at a TCP store, once per epoch (set of members). Before each broadcast every member confirms that it is
-ready, and every wait has a time limit. On the first failure all members abort, which frees those that still wait, and
-receivers without the version get it in another way. Collectives of one process run in one thread, in one order.
+Members meet at a TCP store, once per epoch (set of members). Every wait has a time limit, and on the first failure all
+members abort, which frees those that still wait. Collectives of one process run in one thread, in one order.
 """
 
 import atexit
@@ -75,10 +74,10 @@ class Member:
             raise failed("aborted")
 
     def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int) -> None:
-        """Opens the link on a new store connection, as that of an earlier epoch may still wait for a missing peer."""
         link = None
         try:
             link = self._make(epoch.transport, self._device)
+            # A new connection, as that of an earlier epoch may still wait for a missing peer.
             store = TCPStore(epoch.host, epoch.port, None, False, epoch.setup, wait_for_workers=False)
             prefixed = PrefixStore(epoch.prefix, store)
             with on(self._side):
@@ -96,7 +95,7 @@ class Member:
         # Broadcasts one byte, in which NCCL (since 2.22) connects its ranks. This may take as long as the rest of the
         # set-up, so it is done within the set-up's limit, not a delivery's.
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        limit = Limit.of(threading.Event(), epoch.setup.total_seconds())
+        limit = Limit(threading.Event(), epoch.setup.total_seconds())
         link.broadcast(byte, limit, lambda end: None, lambda: torch.zeros_like(byte))
 
     def ready(self, epoch: int, draft: Draft) -> None:
@@ -109,7 +108,7 @@ class Member:
         if link is None or epoch is None:
             raise TransferFailed("broadcast before the members were ready")
         try:
-            link.broadcast(buffer, Limit.of(self._aborted, epoch.limit(buffer.shape[0])), arrived, behind)
+            link.broadcast(buffer, Limit(self._aborted, epoch.limit(buffer.shape[0])), arrived, behind)
         except WeightsMismatch:
             self.abort()
             raise

@@ -148,7 +148,6 @@ class CollectiveBroadcast:
     async def _enter(self, draft: Draft, members: Sequence[ReceiverEndpoint]) -> "dict[str, asyncio.Task[Ack]]":
         # Returns member → task that receives the broadcast. It is started right after the question whether the member
         # is ready, which saves one round trip.
-        # The task is started right after the question whether the member is ready, which saves one round trip.
         loop, number = asyncio.get_running_loop(), self._number
         calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
         questions = [loop.create_task(call) for call in calls]

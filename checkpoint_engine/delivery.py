@@ -146,7 +146,6 @@ class ReceiverQueue:
     async def _payload(self, job: Job) -> Any:
         # From the parent in the fan-out tree once, and otherwise from the sender. The sender's payload outlives the
         # version: a parent that has gone on to newer ones (VersionGone) is no error.
-        # The sender's payload outlives the version: a parent that has gone on to newer ones (VersionGone) is no error.
         if job.parent is None:
             return await asyncio.shield(job.payload)
         (endpoint, parent), job.parent = job.parent, None

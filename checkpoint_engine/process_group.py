@@ -62,17 +62,11 @@ class Epoch:
         return f"{self.secret}/{self.number}"
 
 
-@dataclass(frozen=True)
 class Limit:
     """The limit of a wait: an abort, or the time `end` of time.monotonic()."""
 
-    aborted: threading.Event
-    seconds: float
-    end: float
-
-    @classmethod
-    def of(cls, aborted: threading.Event, seconds: float) -> "Limit":
-        return cls(aborted, seconds, time.monotonic() + seconds)
+    def __init__(self, aborted: threading.Event, seconds: float) -> None:
+        self.aborted, self.seconds, self.end = aborted, seconds, time.monotonic() + seconds
 
     def check(self) -> None:
         if self.aborted.is_set():
@@ -105,10 +99,6 @@ class TorchLink:
     """A Link by a torch process group of the backend gloo or nccl, separate from the default group."""
 
     def __init__(self, backend: str) -> None:
-        if backend == "nccl" and not dist.is_nccl_available():
-            raise ValueError(
-                "transport nccl needs a torch built with NCCL; this one has none (use gloo or object_store)"
-            )
         self.backend = backend
         self.group: Any = None
         self._sends = False

@@ -43,7 +43,6 @@ class HostBuffers:
         self._spare: deque[HostBuffer] = deque()
 
     def reserve(self, count: int) -> None:
-        """Allocates and touches buffers until `count` are spare."""
         while len(self._spare) < count:
             self._spare.append(self._allocate())
 
@@ -155,10 +154,8 @@ class SealedVersions:
 class Publisher(SealedVersions):
     """Publishes one stream of versions of the same named tensors.
 
-    Two threads may use it at the same time: one calls `stage`, the other one everything else. Tensors in host memory
-    are staged in the buffer that is sent later, tensors on a GPU in one of two slots on that GPU; a transport that
-    reads GPU memory sends them from there. Sealed versions are kept in (pinned) host memory. The second thread has a
-    CUDA stream of its own, so it never waits for work that the first one has queued.
+    Two threads may use it at the same time: one calls `stage`, the other one everything else, on a CUDA stream of its
+    own. Tensors in host memory are staged in the buffer that is sent later, tensors on a GPU in one of two slots there.
     """
 
     def __init__(

@@ -25,11 +25,9 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 class Receiver:
     """Retains the newest `capacity` verified versions of each stream, and one evaluation version.
 
-    `tensors` become views of one flat buffer, the live buffer. Their addresses never change, so compiled graphs and
-    captured CUDA graphs stay valid. `receive` may run while other threads read them, on a CUDA stream of its own;
-    `activate` must be called between two uses, on their stream. Versions are retained on the device of the live
-    tensors, or with `on_host` in (pinned) host memory, where a GPU has no room for several versions of a whole model
-    beside the live one.
+    `tensors` become views of one flat buffer, the live buffer, so compiled graphs and captured CUDA graphs stay valid.
+    `receive` may run while other threads read them; `activate` must be called between two uses, on their stream. With
+    `on_host` versions are retained in (pinned) host memory.
     """
 
     def __init__(

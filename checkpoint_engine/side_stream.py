@@ -170,9 +170,8 @@ def pinned_bytes(nbytes: int) -> int:
 def pinned(nbytes: int) -> Tensor:
     """Returns a page-locked buffer uint8 [nbytes] in host memory, with any contents. Needs a CUDA device.
 
-    Unlike torch's allocator, this knows nothing of copies that are under way: whoever queues one must refer to the
-    buffer until it has ended, as HostCopy (side_stream.py) does. Raises MemoryError if CUDA cannot page-lock the
-    memory, OSError if there is none.
+    Whoever queues a copy must refer to the buffer until it has ended, as HostCopy does. Raises MemoryError if CUDA
+    cannot page-lock the memory, OSError if there is none.
     """
     # torch's allocator rounds up to a power of two, so a version of 41 GB would take 64 GiB. A large buffer is
     # therefore ordinary memory that CUDA page-locks. A small one comes from torch's allocator, which keeps it:

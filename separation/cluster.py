@@ -24,14 +24,12 @@ async def cluster(
     """Starts the pools and yields pool name → pool, when all workers are built.
 
     backend: "ray" (processes) or "local" (threads of this process); the other arguments matter to Ray alone. address: a
-    Ray cluster that runs already; None starts one on this machine. start_deadline: seconds for the reservation, for
-    building the workers, and for each replacement. log_dir: stdout, stderr and log records of each worker go to
-    <log_dir>/<name>.log. store_bytes: bytes of results that may wait in the object stores at the same time.
+    Ray cluster that runs already; None starts one here. start_deadline: seconds for the reservation, for building the
+    workers, and for each replacement. store_bytes: bytes of results that may wait in the object stores.
 
-    Raises ValueError for an unknown backend or two pools of one name; ResourcesMissing, with a table, or StoreTooSmall
-    if the pools do not fit; OtherCode, WorkerFailed or WorkerDied if a worker can't be built; DeadlineExceeded;
-    HeadLost, which cancels the body, if the head of a cluster at `address` is lost. However the body ends, all workers
-    are killed, reservations given back, and a cluster that was started here is shut down.
+    Raises ValueError for an unknown backend or two pools of one name; ResourcesMissing or StoreTooSmall if the pools do
+    not fit; OtherCode, WorkerFailed, WorkerDied; DeadlineExceeded; HeadLost, which cancels the body. However the body
+    ends, all workers are killed, reservations given back, and a cluster that was started here is shut down.
     """
     if backend == "ray":
         from separation.ray_cluster import RayConnection, RaySession

@@ -90,7 +90,6 @@ class Successors:
         return self._built[index]
 
     async def settle(self) -> None:
-        """Cancels the replacements and watches that are under way, and waits for their end."""
         tasks = [*self._replacing.values(), *self._watches.values()]
         for task in tasks:
             task.cancel()

@@ -1,8 +1,7 @@
 """The interface of worker pools: PoolSpec, Worker, WorkerGroup, Growth, and their errors.
 
-A worker holds one Python object, which its factory, named `pkg.module:attr`, has returned; `Worker.call` runs a method
-of it. A lane is a queue of calls with one thread: calls on one lane run one at a time, in order; different lanes run at
-the same time.
+A worker holds one Python object, whose methods `Worker.call` runs. A lane is a queue of calls with one thread: calls on
+one lane run one at a time, in order; different lanes run at the same time.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,8 +1,7 @@
 """The watch of a Ray cluster's head, by the driver and by each worker process on a cluster of several nodes.
 
-Without an answer from the head, Ray ends every process of the cluster after a minute, without a chance to clean up; the
-driver raises HeadLost before that. If a node is cut off, other workers take over its work; so each worker ends itself
-when it has not reached the head for a while, and no two workers compute and write the same.
+Without the head, Ray ends every process after a minute; the driver raises HeadLost before that. A worker that is cut
+off ends itself, so that no two workers compute and write the same.
 """
 
 import asyncio

@@ -57,7 +57,6 @@ class Program:
         return code
 
     def stop(self) -> None:
-        """Ends the program by SIGTERM, and by SIGKILL after the grace time; returns when it has ended."""
         if self._signal(lambda: os.kill(self.pid, signal.SIGTERM)):
             end = time.monotonic() + self._grace + KEEPER_SECONDS
             while self.exit_code() is None and time.monotonic() < end:

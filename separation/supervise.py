@@ -119,7 +119,6 @@ def _with_notes(failures: Sequence[tuple[str, BaseException]]) -> BaseException:
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """Returns the exceptions inside nested exception groups, in order; of another exception, only itself."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for member in error.exceptions for leaf in leaves(member)]

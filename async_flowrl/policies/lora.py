@@ -1,8 +1,7 @@
 """The LoRA on a policy's transformer: how it is attached, listed, switched off, and loaded.
 
-A layout name is the name of a tensor in the exported LoRA file without its prefix, for example
-`transformer_blocks.0.attn.to_q.lora_A.weight`. PEFT takes seconds to import, so only the functions that need it import
-it, and the controller, which asks `tuning.py` for what a setting means, never does.
+A layout name is the name of a tensor in the exported LoRA file without its prefix. PEFT takes seconds to import, so
+only the functions that need it import it.
 """
 
 import re

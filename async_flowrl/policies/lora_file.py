@@ -1,9 +1,7 @@
-"""LoRA files, read and written in the formats of diffusers and of PEFT.
+"""LoRA files, read and written in the formats of diffusers and of PEFT; one folder can hold both.
 
-diffusers loads the first with `pipe.load_lora_weights(folder)`, PEFT the second with
-`PeftModel.from_pretrained(transformer, folder)`. Files are written with alpha = rank, and B multiplied by the factor
-alpha / rank: not every reader takes alpha from the metadata, e.g. ComfyUI assumes alpha = rank. One folder can hold
-both formats: of several safetensors files diffusers loads `pytorch_lora_weights.safetensors`.
+Files are written with alpha = rank, and B multiplied by the factor alpha / rank: not every reader takes alpha from the
+metadata, e.g. ComfyUI assumes alpha = rank.
 """
 
 import json

@@ -1,9 +1,7 @@
 """LoRA files with the layer names of ComfyUI and of kohya's trainers; `async-flowrl export --format` writes them.
 
-Each file is read back with diffusers before it gets its name. ComfyUI (comfy/lora.py) adds a prefix to the name that a
-layer has in diffusers: `diffusion_model.` for Qwen-Image and Z-Image, `transformer.` for FLUX.1 and Stable Diffusion 3.
-It reads alpha from a tensor beside each layer; where there is none it takes alpha = rank. kohya's names are those of
-sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image). All files have alpha = rank (`lora_file.write`).
+Each file is read back with diffusers before it gets its name. ComfyUI's names are those of its comfy/lora.py, kohya's
+those of sd-scripts (FLUX.1) and of musubi-tuner (Qwen-Image, Z-Image). All files have alpha = rank.
 """
 
 import re

@@ -1,8 +1,7 @@
 """The layer of a LoRA, for y = Wx + (alpha / rank) · B(Ax) (arXiv 2106.09685, section 4.1).
 
-Modules and names are PEFT's, which would cast x to float32 and pass over the activations four times more. `LoraLinear`
-computes in the dtype of W, with A and B cast to it (the trainer keeps them in float32), and adds B(Ax) to Wx inside one
-matrix product.
+Modules and names are PEFT's, which would cast x to float32. `LoraLinear` computes in the dtype of W, with A and B cast
+to it, and adds B(Ax) to Wx inside one matrix product.
 """
 
 from functools import cache

@@ -138,7 +138,6 @@ class QwenImageFamily(PipelineFamily):
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """Returns a tiny Qwen-Image with a video VAE; torch's global CPU generator draws its weights."""
     import diffusers
 
     tokenizer = tiny_tokenizer()

@@ -1,8 +1,7 @@
 """The texts of Qwen-Image: the chat template around a prompt, and padding to one batch.
 
-The template is that of pipelines like QwenImagePipeline: they put the prompt into it, encode the whole, and drop the
-embeddings of the first `prompt_template_encode_start_idx` tokens. Its system prompt can be replaced, and prompts can be
-given as token ids, which are those of the whole template with the prompt in it.
+The pipeline encodes the whole template and drops its first `prompt_template_encode_start_idx` embeddings. Its system
+prompt can be replaced; token ids of a prompt are those of the whole template.
 """
 
 import sys

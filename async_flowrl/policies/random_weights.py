@@ -1,8 +1,7 @@
 """`model.weights=random`: a model of published size whose weights are drawn from seeds on the device, without files.
 
-It shows a card's speed and memory before anything is downloaded. Each tensor's seed is its name, so that all processes
-on one kind of device draw the same bits, whatever they load and in which order. Text encoders are left out: prompts get
-random embeddings of the right shape. Beside that the process runs as with files.
+Each tensor's seed is its name, so that all processes on one kind of device draw the same bits, in whatever order. Text
+encoders are left out: prompts get random embeddings of the right shape.
 """
 
 import hashlib

@@ -133,8 +133,6 @@ def _located(config: ModelConfig) -> tuple[str, str, str | None]:
 
 def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
     """Loads the policy (`parts` as in `PolicyFamily.load`); equal arguments give equal bits everywhere. ValueError."""
-    if parts not in PARTS:
-        raise ValueError(unknown_name("parts", parts, PARTS))
     folder, family, length = str(folder_of(resolved, parts)), load_family(resolved.family), resolved.max_sequence_length
     how: dict[str, Any] = {"dtype": DTYPES[dtype], "device": torch.device(device), "parts": parts}
     if resolved.random:
@@ -341,10 +339,7 @@ def _remote(path: str, name: str, revision: str) -> Counter[str]:
 
 
 class LengthCheck:
-    """Check of prompts that counts in `cut` those of which the model's text encoder reads only a part.
-
-    Prompts of token ids, and families of your own without the tokenizer of a diffusers folder, are not counted.
-    """
+    """Check of prompts that counts in `cut` those of which the model's text encoder reads only a part."""
 
     def __init__(self, model: ResolvedModel, *, targets: bool = True) -> None:
         """`targets`: whether rewards look at targets, which then have to be in the part that is read."""

@@ -90,7 +90,6 @@ class SanaFamily(PipelineFamily):
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """Returns a tiny SANA; torch's global CPU generator draws its weights."""
     from diffusers import AutoencoderDC, FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
     from transformers import Gemma2Config, Gemma2Model
 

@@ -39,10 +39,9 @@ class Weights(Mapping[str, Tensor]):
 
 
 class StoredWeights(Weights):
-    """The tensors of safetensors files, by their name in the network; each access reads the tensor from the file.
+    """The tensors of safetensors files by name, each read from its file, and cast to `dtype`, at each access.
 
-    Floating-point tensors are cast to `dtype`. `path` is a local diffusers folder, or a hub name that is downloaded at
-    `revision`; `folder` is the folder in it. Raises ValueError if it has no safetensors files.
+    `path` is a local diffusers folder, or a hub name at `revision`. Raises ValueError if it has no safetensors files.
     """
 
     def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None, folder: str = FOLDER) -> None:

@@ -133,7 +133,6 @@ def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
 
 
 def _check_whole(converted: Mapping[str, Tensor], title: str) -> None:
-    """Raises ValueError for what diffusers would leave out, or load as memory that nobody has written."""
     matches = [match for name in converted if (match := _NAMED.fullmatch(name)) is not None]
     matches = [match for match in matches if not match["module"].startswith("transformer.")]
     others = sorted(converted.keys() - {match.string for match in matches})

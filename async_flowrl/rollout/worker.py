@@ -87,7 +87,6 @@ class RolloutWorker:
         return {"base_digest": self.base_digest}
 
     def prove(self, version: int) -> dict[str, Tensor]:
-        """Activates `version` and returns the engine's probe, which proves that the network uses its weights."""
         self._adopt(POLICY, version)
         return dict(self.engine.probe())
 
@@ -110,7 +109,6 @@ class RolloutWorker:
         return reports, *(part for rollout in rollouts for part in (rollout.images, rollout.trajectory))
 
     def _activate(self, request: RolloutRequest) -> tuple[str, int]:
-        """Activates the request's version, for evaluations the EMA if there is one; returns digest and swaps."""
         before = self.receiver.active
         if request.kind != EVALUATION:
             digest = self._adopt(POLICY, request.version)

@@ -117,7 +117,6 @@ def _held_key(name: str) -> tuple[str, int]:
 
 
 def files_digest(files: Files) -> str:
-    """Returns the hex digest of the files' names, sizes and contents."""
     described = {n: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for n, data in files.items()}
     return manifest_digest(described)
 

@@ -79,10 +79,7 @@ def mark_of(step: int, update: int, group: int, part: int) -> int:
 
 
 class ExactSum:
-    """The sum of gradients of one optimizer step on this rank, [numel] int64 on `device`, with its account.
-
-    Calls per optimizer step: `begin`, for each contribution `add` and `book`, then `reduce` and `mean`.
-    """
+    """The sum [numel] int64 of one optimizer step on a rank: `begin`, `add` and `book` gradients, `reduce`, `mean`."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.exponent = FIRST_EXPONENT

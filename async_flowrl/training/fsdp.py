@@ -1,7 +1,4 @@
-"""The trainer ranks among each other: their collectives, and how the frozen base is spread over them (FSDP2, or whole).
-
-Each rank holds all trained tensors; FSDP does not touch them (how it shards trained weights is in sharded.py).
-"""
+"""How the frozen base is spread over the trainer ranks (FSDP2, or whole); how trained weights are, is in sharded.py."""
 
 import functools
 import warnings
@@ -68,10 +65,7 @@ def prefetch(policy: Policy, ahead: int) -> None:
 
 
 def checkpoint_blocks(policy: Policy, how: str) -> None:
-    """Makes blocks recompute activations in the backward pass, as `how` says; call it before `shard`.
-
-    It wraps `forward` and not the module, so names stay and FSDP's hooks run once.
-    """
+    """Makes blocks recompute activations in the backward pass, as `how` says; call it before `shard`."""
     if how == "none":
         return
     for block in policy.blocks[:: 1 if how == "full" else int(how.removeprefix("every_"))]:

@@ -23,7 +23,6 @@ class Layout:
 
     @classmethod
     def named(cls, trainer: TrainerConfig) -> "Layout":
-        """Returns the layout as the configuration has it, which may contain `auto`."""
         return cls(trainer.shard, trainer.shard_size, trainer.gradient_checkpointing)
 
     def applied(self, trainer: TrainerConfig) -> TrainerConfig:
@@ -80,7 +79,6 @@ class GroupMeta:
 
     @property
     def selected(self) -> tuple[int, ...]:
-        """Indices of the images that are trained, in order."""
         return tuple(image for part in self.parts for image in part)
 
 

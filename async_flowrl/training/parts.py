@@ -61,8 +61,6 @@ class World:
 
 @dataclass(frozen=True)
 class Part:
-    """A part that a rank computes."""
-
     group: int  # Position of its group in the call.
     part: int  # Number of the part in its group, from 0.
     # False: it is computed only because other ranks of the replica wait in collectives, and its gradient is unused.
@@ -186,10 +184,7 @@ class Group:
         self._points = {point: position for position, point in enumerate(first.points)}
 
     def micro_batches(self, records: str, part: int, *, steps: int) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of a part: all its images at `steps` denoising steps, a step's rows adjacent.
-
-        Raises ValueError if `steps` does not divide the number of trained steps.
-        """
+        """Yields the micro-batches of a part: all its images at `steps` denoising steps, a step's rows adjacent."""
         if len(self.train_steps) % steps:
             raise ValueError(
                 f"group {self.meta.group} trains {len(self.train_steps)} steps, which micro-batches of {steps} do not "

@@ -93,7 +93,6 @@ class ShardedParameters(FlatParameters):
 
 
 def local_of(parameter: Tensor) -> Tensor:
-    """Returns this rank's share of FSDP2's parameter, in its memory."""
     return cast("DTensor", parameter.detach()).to_local()
 
 

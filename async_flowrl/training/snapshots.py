@@ -1,7 +1,4 @@
-"""The state of a trainer rank that a checkpoint has, and its copies in host memory, made beside the next training step.
-
-What changes the state waits for the copy (`wait`): the end of that step, and forward passes under other weights.
-"""
+"""The state of a trainer rank, and its copies in host memory, for which whoever changes the state waits."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -113,7 +110,6 @@ class Snapshots:
         return self._copies[version].result()
 
     def forget(self, version: int) -> None:
-        """Forgets the copy of a version, where its memory is needed."""
         self._copies.pop(version, None)
 
     def clear(self) -> None:

@@ -1,9 +1,8 @@
 """The trust region: measures how far an optimizer step moved the policy, and shortens a step that is too long.
 
-With one optimizer step per batch every ratio is 1, so clipping has no effect, and the length of Adam's steps hardly
-depends on the gradient. So the step itself is measured after it was made, by the exact Gaussian KL between the
-denoising steps before and after it. A step above `algorithm.max_kl_per_update` is scaled down by a line search (TRPO,
-arXiv 1502.05477, appendix C, but with the exact divergence instead of its second-order estimate).
+The step itself is measured after it was made, by the exact Gaussian KL between the denoising steps before and after it.
+A step above `algorithm.max_kl_per_update` is scaled down by a line search (TRPO, arXiv 1502.05477, appendix C, but with
+the exact divergence instead of its second-order estimate).
 """
 
 import math

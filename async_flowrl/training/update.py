@@ -198,7 +198,6 @@ class Update:
         )
 
     def _begun(self, call: str) -> int:
-        """Returns the step under way. Raises RuntimeError if there is none, or if a call that added to it failed."""
         if self.under_way is None:
             raise RuntimeError(f"{call} was called before begin")
         if self._broken:

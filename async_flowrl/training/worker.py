@@ -57,10 +57,7 @@ MIN_CHANGED_SHARE = 0.01
 
 
 class TrainerWorker:
-    """One rank of the trainer; `load` must be called first.
-
-    All ranks hold the same trained tensors, bit for bit (or a share, `World.by_group`), and all or a share of the base.
-    """
+    """One rank of the trainer, with all trained tensors, or a share of them (`World.by_group`); `load` comes first."""
 
     def __init__(
         self,
@@ -189,7 +186,6 @@ class TrainerWorker:
         return stats
 
     def _with_changed_share(self, stats: UpdateStats, share: float | None) -> UpdateStats:
-        """Adds to the metrics the share of the trained values that a version changed; warns once if it is small."""
         if stats.skipped or share is None:
             return stats
         if share < MIN_CHANGED_SHARE and not self._warned_of_rounding:

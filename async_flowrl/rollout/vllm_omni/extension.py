@@ -113,7 +113,6 @@ class Adapters:
 
     @property
     def modules(self) -> dict[str, str]:
-        """Adapted modules, diffusers' name → vllm-omni's name."""
         return {name: self._names.slice(name)[0] for name in self._layers}
 
     def receive(self, header: Header, buffer: ByteArray, adapter: int) -> Activation:

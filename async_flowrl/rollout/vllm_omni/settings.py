@@ -1,7 +1,4 @@
-"""Settings of the engine `vllm_omni`: vllm-omni's arguments, the supported release, and shared keys.
-
-The rollout worker and the engine's ranks (processes, one per GPU) both import this module. It needs no vllm.
-"""
+"""Settings of the engine `vllm_omni`, for the rollout worker and the engine's ranks; it needs no vllm."""
 
 import math
 import re
@@ -93,7 +90,6 @@ def spread_sizes(family: str, network: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_family(family: str) -> None:
-    """Raises ValueError if vllm-omni has no network for the model family."""
     if family not in FAMILIES:
         raise ValueError(
             f"rollout.engine=vllm_omni generates with {', '.join(FAMILIES)}, the model is {family}: use "
