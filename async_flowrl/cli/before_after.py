@@ -94,7 +94,7 @@ def check_sizes(job: Job) -> None:
         try:
             shapes_of(model, size)
         except ValueError as error:
-            raise ValueError(f"prompt {place}: {error}") from error
+            raise ValueError(f"prompt {place}: {error}" if job.prompts[place].resolution else str(error)) from error
 
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:

@@ -104,8 +104,11 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     try:
         destination = work if what == "pipeline" else work / TRANSFORMER
         shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
+        left = set(modules_of(lora.tensors))
         for file in set(StoredWeights(str(base), dtype=torch.float32).sources.values()):
-            _merge(file, work / TRANSFORMER / file.name, lora)
+            left -= _merge(file, work / TRANSFORMER / file.name, lora)
+        if left:
+            raise ValueError(f"the LoRA does not fit {model.path}: no weight of its layer {min(left)} is in the files")
         work.rename(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -121,19 +124,21 @@ def _check_room(target: Path, copied: Iterable[Path]) -> None:
         raise ValueError(f"{target} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free there")
 
 
-def _merge(file: Path, target: Path, lora: LoraFile) -> None:
-    # Each matrix is summed in float32, then rounded once to its own dtype.
+def _merge(file: Path, target: Path, lora: LoraFile) -> set[str]:
+    # Returns the layers whose weights are in the file. Each matrix is summed in float32, then rounded once.
     with safe_open(file, framework="pt") as opened:
         metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    for module in modules_of(lora.tensors):
+    here = {module for module in modules_of(lora.tensors) if f"{module}.weight" in tensors}
+    for module in here:
         name = f"{module}.weight"
-        if name not in tensors:
-            continue
         if tensors[name].dtype not in _DTYPES:
             raise ValueError(f"--merged adds to float32, bfloat16 and float16 weights, {name} is {tensors[name].dtype}")
         a, b = (lora.tensors[f"{module}.lora_{side}.weight"].float() for side in "AB")
+        if tensors[name].shape != (b.shape[0], a.shape[1]):
+            raise ValueError(f"the LoRA's layer {module} is for a matrix of {b.shape[0]} × {a.shape[1]}")
         tensors[name] = (tensors[name].float() + (b @ a) * (lora.alpha / lora.rank)).to(tensors[name].dtype)
     save_file(tensors, target, metadata=metadata)
+    return here
 
 
 def write_whole(source: Source, out: Path, what: str) -> Path:

@@ -40,8 +40,12 @@ class StepProfiler:
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         tracer = profile(activities=activities)
+        try:
+            tracer.start()
+        except BaseException:
+            ONE_PER_PROCESS.release()
+            raise
         self._running = tracer, self._directory / f"{name}.json"
-        tracer.start()
 
     def stop(self, *, write: bool = True) -> None:
         """Ends a running trace and writes it, or discards it if `write` is False."""

@@ -126,7 +126,7 @@ def test_the_host_waits_once_per_group_and_not_per_micro_batch(name: str) -> Non
         worker.update.set_negatives(sampler.negatives())
     handed = [sampler.group(0, index) for index in (0, 1)]
     if name == "dpo":
-        handed = [(replace(meta, selected=(0, 1), advantages=(1.0, -1.0, 0.0, 0.0)), t) for meta, t in handed]
+        handed = [(replace(meta, parts=((0, 1),), advantages=(1.0, -1.0, 0.0, 0.0)), t) for meta, t in handed]
     rig.update(worker, 0, handed)
     with waits() as counted:
         rig.update(worker, 1, handed)

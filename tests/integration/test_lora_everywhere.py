@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,10 @@ def test_merged_weights_load_without_any_adapter(family: str, lora: LoraFile, ex
     assert changed == {f"{module}.weight" for module in lora_file.modules_of(lora.tensors)}
     with pytest.raises(ValueError, match="merged exists already"):
         write_merged(config, lora, tmp_path, "transformer")
+    elsewhere = replace(lora, tensors={f"nowhere.{name}": tensor for name, tensor in lora.tensors.items()})
+    with pytest.raises(ValueError, match=r"layer nowhere\."):
+        write_merged(config, elsewhere, tmp_path / "elsewhere", "transformer")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def tiny_lora(folder: Path, modules: list[str], width: int = 64) -> Path:
