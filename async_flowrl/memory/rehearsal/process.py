@@ -73,7 +73,7 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (one_base, "base_digest", lambda _: ""),
         (receiver, "in_host_memory", partial(_in_host_memory, ledger)),
         (exact, "_CHUNK", dict.fromkeys(exact._CHUNK, exact._CHUNK["cuda"])),
-        (exact, "_read", lambda _: exact.Account()),
+        (exact, "from_digits", lambda _: exact.Account()),
         (exact.Account, "holds", lambda *_: True),
         (dpo, "pairs", _pairs),
         (Meter, "measure", lambda *_: nullcontext()),
