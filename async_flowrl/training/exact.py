@@ -86,7 +86,7 @@ class ExactSum:
         self._numel = numel
         self.values = torch.zeros(numel + TAIL, dtype=torch.int64, device=device)
         # The sum of all ranks. With several ranks it has its own memory, so a failed reduction can be repeated.
-        self._whole = self.values
+        self.whole = self.values
         self._chunk = min(numel, _CHUNK.get(device.type, _CHUNK["cuda"]))
         self.account = Account()
 
@@ -114,24 +114,24 @@ class ExactSum:
 
     def reduce(self, world: World) -> Account:
         """Adds up the sums of all ranks and returns the account of the total; may be called again until `begin`."""
-        if world.size > 1 and self._whole is self.values:
-            self._whole = torch.empty_like(self.values)
-        if self._whole is not self.values:
-            self._whole.copy_(self.values)
-        tail = self._whole[self._numel :]
+        if world.size > 1 and self.whole is self.values:
+            self.whole = torch.empty_like(self.values)
+        if self.whole is not self.values:
+            self.whole.copy_(self.values)
+        tail = self.whole[self._numel :]
         tail.copy_(upload(torch.tensor(to_digits(self.account)), tail.device))
-        world.sum(self._whole)
+        world.sum(self.whole)
         return from_digits(tail.tolist())
 
     def mean(self, out: Tensor, rows: int) -> None:
         """Writes the total of all ranks divided by `rows` to `out` [numel] float32; it divides in float64."""
         for start in range(0, self._numel, self._chunk):
-            whole = self._whole[start : min(start + self._chunk, self._numel)]
+            whole = self.whole[start : min(start + self._chunk, self._numel)]
             out[start : start + len(whole)].copy_(whole.to(torch.float64).mul_(2.0**self.exponent).div_(rows))
 
     def scratch(self) -> Tensor:
         """Returns [numel] float32 in the total's memory, for use between `mean` and `begin` (or `reduce`)."""
-        return self._whole.view(torch.float32)[: self._numel]
+        return self.whole.view(torch.float32)[: self._numel]
 
 
 def to_digits(account: Account) -> list[int]:

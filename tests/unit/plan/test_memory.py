@@ -74,7 +74,7 @@ def test_the_sum_of_the_gradients_is_planned_as_a_rank_holds_it(tune: str, ranks
     total = ExactSum(model.adapter_parameters, torch.device("cpu"))
     total.reduce(World(0, ranks))
     of_gradients = slice(model.adapter_parameters)  # behind them is the account
-    assert sum({t.data_ptr(): t[of_gradients].nbytes for t in (total._values, total._whole)}.values()) == planned
+    assert sum({t.data_ptr(): t[of_gradients].nbytes for t in (total.values, total.whole)}.values()) == planned
 
 
 def test_each_stream_of_whole_weights_pins_its_versions() -> None:
