@@ -47,7 +47,7 @@ class NoSeat(RuntimeError):
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Description of a pool. `workers_per_node` divides the number of workers; `environment` has no visible GPUs."""
+    """Description of a pool. Raises ValueError for an uneven `workers_per_node`, and for GPUs in `environment`."""
 
     name: str
     factory: str  # `pkg.module:attr` of the function or class that makes a worker's object.
@@ -71,6 +71,14 @@ class PoolSpec:
     min_workers: int | None = None  # Number of workers with which the pool may start; None means num_workers.
     # Number of workers up to which the pool grows while nodes have room; None means num_workers.
     max_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers_per_node is not None and self.num_workers % self.workers_per_node:
+            raise ValueError(
+                f"workers_per_node={self.workers_per_node} must divide the {self.num_workers} workers of {self.name}"
+            )
+        if VISIBLE_DEVICES in self.environment:
+            raise ValueError(f"{VISIBLE_DEVICES} of the pool {self.name} follows from its seats and can't be set")
 
     @property
     def elastic(self) -> bool:

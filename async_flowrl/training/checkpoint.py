@@ -146,7 +146,9 @@ def write_share(folder: Path, rank: int, parts: Parts) -> "dict[str, Description
             torch.save({part: dict(tensors) for part, tensors in parts.items()}, file)
         sync(folder / name)
     except (OSError, RuntimeError) as error:  # On a full disk torch finds its place in the file wrong, and says that.
-        why = error if isinstance(error, OSError) else error.__context__ or error
+        why = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(why, OSError):
+            raise
         raise OSError(f"a trainer rank cannot write its share of a checkpoint: {why}") from error
     return {name: _describe(folder / name)}
 
