@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import NoReturn, cast
 
 from async_flowrl.config import exit_codes
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.observability.terminal import run_program
 
 # Verb → module of this package whose `main` it calls, and a line about it for --help.

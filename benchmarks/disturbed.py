@@ -60,10 +60,10 @@ def workers(disturbance: Disturbance) -> dict[str, tuple[str, Mapping[str, Any]]
     if disturbance == Disturbance():
         return {}
     own = {
-        "async_flowrl.training.worker:TrainerWorker": "LateTrainer",
-        "async_flowrl.rollout.worker:RolloutWorker": "LateRollout",
-        "async_flowrl.shared.worker:SharedWorker": "LateShared",
-        "async_flowrl.rewards.worker:RewardWorker": "LateReward",
+        "async_flowrl.training.trainer_worker:TrainerWorker": "LateTrainer",
+        "async_flowrl.rollout.rollout_worker:RolloutWorker": "LateRollout",
+        "async_flowrl.shared.shared_worker:SharedWorker": "LateShared",
+        "async_flowrl.rewards.reward_worker:RewardWorker": "LateReward",
     }
     return {path: (f"benchmarks.disturbed_workers:{name}", {"disturbance": disturbance}) for path, name in own.items()}
 

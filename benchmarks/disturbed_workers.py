@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from async_flowrl.rewards.worker import RewardWorker
-from async_flowrl.rollout.worker import RolloutWorker
-from async_flowrl.shared.worker import SharedRollout, SharedTrainer, SharedWorker
+from async_flowrl.rewards.reward_worker import RewardWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
+from async_flowrl.shared.shared_worker import SharedRollout, SharedTrainer, SharedWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.training.versions import PublishedStreams
-from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import POLICY, ByteArray
 from benchmarks.disturbed import Disturbance
 from checkpoint_engine import Header, Publisher

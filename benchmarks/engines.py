@@ -28,7 +28,7 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.rollout.base import Rollout
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.seeds import derive, generator
@@ -193,7 +193,7 @@ def compare(given: argparse.Namespace, out: Path) -> str:
     for engine in engines:
         requests(prepare(precheck(configuration(engine, given.overrides))), given.tickets)
         if engine == "vllm_omni":
-            from async_flowrl.rollout.vllm_omni.settings import check_installed
+            from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 
             check_installed()
     measured = []

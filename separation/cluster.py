@@ -7,7 +7,7 @@ from pathlib import Path
 
 from separation.group import PoolSpec, WorkerGroup
 from separation.local import LocalGroup
-from separation.placement import check_store, reserve
+from separation.resources import check_store, reserve
 from separation.supervise import supervised, together
 
 

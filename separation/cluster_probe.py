@@ -11,9 +11,9 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from separation.placement import ResourcesMissing
 from separation.ray_cluster import RayConnection
 from separation.ray_internals import free_by_node
+from separation.resources import ResourcesMissing
 from separation.worker_process import resolve
 
 _POLL_SECONDS = 0.2

@@ -18,7 +18,18 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from separation.group import PoolSpec, WorkerGroup
 from separation.head_watchdog import DRIVER_SHARE_OF_PATIENCE, HeadLost, head, ray_patience, unreachable, watch_address
-from separation.placement import (
+from separation.processes import (
+    alive,
+    ctrl_c_ignored,
+    descendants,
+    kill,
+    kill_remaining,
+    kill_trees,
+    sigterm_ours_alone,
+)
+from separation.ray_internals import free_by_node, job_config, keep_terminal_clear
+from separation.ray_pool import START_SECONDS, RayGroup, ReservedSeat, Seats
+from separation.resources import (
     PACK,
     STRICT_PACK,
     STRICT_SPREAD,
@@ -35,17 +46,6 @@ from separation.placement import (
     shortage,
     totals,
 )
-from separation.processes import (
-    alive,
-    ctrl_c_ignored,
-    descendants,
-    kill,
-    kill_remaining,
-    kill_trees,
-    sigterm_ours_alone,
-)
-from separation.ray_internals import free_by_node, job_config, keep_terminal_clear
-from separation.ray_pool import START_SECONDS, RayGroup, ReservedSeat, Seats
 from separation.supervise import together
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ray._private.ray_constants import RESOURCES_ENVIRONMENT_VARIABLE
 from ray._private.state import available_resources_per_node, state
 from ray.job_config import JobConfig
 
-from separation.placement import Resources
+from separation.resources import Resources
 
 
 def draining() -> dict[str, float]:

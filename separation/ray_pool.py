@@ -21,9 +21,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from separation.group import VISIBLE_DEVICES, Growth, NoSeat, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
 from separation.local import Lane
 from separation.node import code_of, compare_code
-from separation.placement import Resources
 from separation.processes import alive, descendants, kill, process_of
 from separation.ray_internals import draining
+from separation.resources import Resources
 from separation.supervise import deadline, together
 from separation.worker_process import CallTable, ProcessHost, RemoteError, pick_lane, settle
 

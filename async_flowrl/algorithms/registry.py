@@ -19,7 +19,7 @@ from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, PolicyGrad
 from async_flowrl.algorithms.sde import step_stds, validate_schedule
 from async_flowrl.algorithms.window import FINAL_ALGORITHMS as FINAL
 from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images
-from async_flowrl.config.messages import check_options, in_one_line, unknown_name
+from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import AlgorithmConfig, Config
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import SDE_TYPES
 
 # Noise level from which on `sde` divides by 1 - sigmas[1] instead of 1 - s, which is 0 in a schedule's first step.

@@ -20,7 +20,7 @@ import torch
 
 from async_flowrl.cli.options import count, pair
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.observability.terminal import refuse, say
 from separation.text_table import markdown_table
 

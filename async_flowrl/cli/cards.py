@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 
 GIB_OF_GB = 79 / 80  # GiB that torch finds on a card, per GB in its name: 79 of 80, 23.7 of 24.
 ALL = "all"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from async_flowrl.algorithms import sde
 from async_flowrl.cli.generate import Settings, open_pipeline, run_pipeline
 from async_flowrl.config import exit_codes
-from async_flowrl.config.messages import in_one_line
+from async_flowrl.config.error_text import in_one_line
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.resolution import in_pixels, resolution_option
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig

@@ -18,9 +18,9 @@ from async_flowrl.cli.generate import config_of
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
-from async_flowrl.config.pools import served_terms
 from async_flowrl.config.resolution import Resolution, resolution_option
 from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm
+from async_flowrl.config.scoring_pools import served_terms
 from async_flowrl.controller.reward_servers import RewardServers, server_pools, serving
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import EventLog

@@ -16,8 +16,8 @@ from async_flowrl.cli.cards import GIB_OF_GB
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import REWARD, scoring_pools, workers_key
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.scoring_pools import REWARD, scoring_pools, workers_key
 from async_flowrl.memory.devices import (
     Change,
     applied,

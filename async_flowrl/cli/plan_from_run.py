@@ -19,8 +19,8 @@ from async_flowrl.cli.options import count, pair
 from async_flowrl.config.check import sharing_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.placement import recorded_placement
-from async_flowrl.config.pools import reward_pools, workers_key
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.scoring_pools import reward_pools, workers_key
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.intervals import intersect, length
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt, steady_steps

@@ -15,7 +15,7 @@ from typing import Any
 
 from async_flowrl.cli.cards import CARDS, Card, cards_of
 from async_flowrl.cli.plan_memory import configured
-from async_flowrl.config.messages import quieter
+from async_flowrl.config.error_text import quieter
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import GIB

@@ -23,7 +23,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
 from async_flowrl.cli.scorer import PendingRequest, Refused, Score, Scorer
-from async_flowrl.config.messages import in_one_line
+from async_flowrl.config.error_text import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.call import call

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.config.messages import in_one_line
+from async_flowrl.config.error_text import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused, RewardError
 from async_flowrl.rewards.call import Result, call, group_result

@@ -13,8 +13,8 @@ from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.rewards.base import PromptRefused
+from async_flowrl.rewards.model_weights import MissingPath
 from async_flowrl.rewards.registry import build_reward
-from async_flowrl.rewards.weights import MissingPath
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 PACKAGES = ("fastapi", "uvicorn", "python_multipart")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.messages import first_line, parsed
+from async_flowrl.config.error_text import first_line, parsed
 from async_flowrl.data.load import load_data
 from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.terminal import refuse

@@ -11,11 +11,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from async_flowrl.config.messages import did_you_mean, unknown_name
+from async_flowrl.config.error_text import did_you_mean, unknown_name
 from async_flowrl.config.models import is_toy
-from async_flowrl.config.pools import scoring_pools, section_of
 from async_flowrl.config.resolution import configured, in_pixels, pixels
 from async_flowrl.config.schema import FULL, LORA, SHARED, Config
+from async_flowrl.config.scoring_pools import scoring_pools, section_of
 from async_flowrl.config.settings import settings
 
 

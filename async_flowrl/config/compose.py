@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
-from async_flowrl.config.messages import did_you_mean, first_line, unknown_name
+from async_flowrl.config.error_text import did_you_mean, first_line, unknown_name
 from async_flowrl.config.models import is_toy
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.paths import config_dir, expanded

@@ -1,6 +1,6 @@
 """Evaluation curves of a run, the curve that selects the best version, and the versions to be evaluated and saved."""
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import Config
 
 # The weighted sum that is trained on, and the mean distance between two images of a prompt.

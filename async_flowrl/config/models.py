@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from async_flowrl.config.messages import did_you_mean
+from async_flowrl.config.error_text import did_you_mean
 from async_flowrl.config.paths import config_dir, expanded
 
 # Class name of a diffusers pipeline (`_class_name` of model_index.json) → family.

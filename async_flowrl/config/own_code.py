@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from async_flowrl.config.messages import in_one_line, unknown_name
+from async_flowrl.config.error_text import in_one_line, unknown_name
 
 OWN_CODE = "one of your own is written pkg.module:attr or file.py:attr"
 SUFFIX = ".py"

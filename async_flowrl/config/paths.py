@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from async_flowrl.config.messages import did_you_mean
+from async_flowrl.config.error_text import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -1,12 +1,12 @@
 """Facts that follow from the setting `placement`, for plans, summaries and reports.
 
-The controller's part of it is `controller/placement.py`.
+The controller's part of it is `controller/deadlines.py`.
 """
 
 from typing import NamedTuple
 
-from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER
 
 
 class Placement(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from async_flowrl.config.pools import held_out_by_pool, reward_pools
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.placement import SeparatePools
+from async_flowrl.config.scoring_pools import held_out_by_pool, reward_pools
+from async_flowrl.controller.deadlines import SeparatePools
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.score_log import ScoreLog
 from async_flowrl.controller.weights import PublishedWeights

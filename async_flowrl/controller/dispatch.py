@@ -10,8 +10,8 @@ from itertools import starmap
 
 from async_flowrl.controller.admission import StartError, admit
 from async_flowrl.controller.context import Context
+from async_flowrl.controller.deadlines import TICKETS_PER_WORKER
 from async_flowrl.controller.endpoints import SenderFailed, SenderLost
-from async_flowrl.controller.placement import TICKETS_PER_WORKER
 from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_held_out, ask_reward, free_workers
 from async_flowrl.tickets.request import batch_of

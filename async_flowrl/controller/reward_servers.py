@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from async_flowrl.config.pools import served_terms, server_pool
 from async_flowrl.config.schema import Config, ServeConfig
+from async_flowrl.config.scoring_pools import served_terms, server_pool
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.rewards.served import GRACE_SECONDS, Addresses, is_needed, new_token, term_key

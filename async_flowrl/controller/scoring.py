@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from async_flowrl.config.pools import is_reward_pool
 from async_flowrl.config.schema import RewardConfig
+from async_flowrl.config.scoring_pools import is_reward_pool
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.rewards.base import RewardError

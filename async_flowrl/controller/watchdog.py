@@ -8,10 +8,10 @@ import logging
 from dataclasses import dataclass, field
 from math import isfinite
 
-from async_flowrl.config.pools import served_terms
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import served_terms
 from async_flowrl.controller.context import Context
-from async_flowrl.controller.placement import SeparatePools
+from async_flowrl.controller.deadlines import SeparatePools
 from async_flowrl.tickets.table import Ticket, describe
 from separation.text_table import format_table
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.deadlines import SeparatePools
 from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, SenderLost, TrainerEndpoint
-from async_flowrl.controller.placement import SeparatePools
 from async_flowrl.controller.rank_weights import ReplicatedWeights
 from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.table import TicketTable

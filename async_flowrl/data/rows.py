@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.error_text import first_line, unknown_name
 from async_flowrl.data.prompts import PromptError
 from async_flowrl.types import EVALUATION, TRAIN
 

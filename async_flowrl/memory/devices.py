@@ -9,8 +9,15 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import ROLLOUT, TRAINER, held_out_by_pool, scoring_pools, section_of, served_terms
 from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig, mode_name
+from async_flowrl.config.scoring_pools import (
+    ROLLOUT,
+    TRAINER,
+    held_out_by_pool,
+    scoring_pools,
+    section_of,
+    served_terms,
+)
 from async_flowrl.memory.footprints import (
     GIB,
     MARGIN_SHARE,
@@ -26,7 +33,7 @@ from async_flowrl.memory.footprints import (
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rewards.registry import memory_gib
 from async_flowrl.tickets.arithmetic import check_batching
-from separation.placement import fewest_gpus
+from separation.resources import fewest_gpus
 
 logger = logging.getLogger(__name__)
 MEMORY_WARNING_SHARE = 0.9  # Share of a process's device memory above which planned memory leads to a warning.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER
 from async_flowrl.memory.footprints import (
     GIB,
     host_bytes,

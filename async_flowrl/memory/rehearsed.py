@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from async_flowrl.config.messages import quieter
+from async_flowrl.config.error_text import quieter
 from async_flowrl.config.schema import Config
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import TRAINER
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import TRAINER
 from async_flowrl.memory.devices import MEMORY_WARNING_SHARE, device_of, processes
 from async_flowrl.memory.footprints import GIB
 from async_flowrl.policies.tuning import tuning_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from async_flowrl.config.placement import recorded_placement
-from async_flowrl.config.pools import is_reward_pool, workers_key
+from async_flowrl.config.scoring_pools import is_reward_pool, workers_key
 from async_flowrl.observability.events import Event, step_window
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
 from async_flowrl.observability.ledger import STATES

@@ -12,8 +12,8 @@ from typing import Any
 
 from async_flowrl.config.curves import best_curve
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import scoring_pools, served_terms, server_pool
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import scoring_pools, served_terms, server_pool
 from async_flowrl.observability.evaluations import Evaluation, policy_versions, since_first
 from async_flowrl.observability.events import Event, effective
 from async_flowrl.observability.hacking import alarms, best, notices

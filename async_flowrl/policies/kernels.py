@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.policies.base import Policy
 
 # Times that the code of one kind of block may be compiled in a process: with and without gradients, for one row and for

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.check import check_fields
-from async_flowrl.config.messages import did_you_mean
+from async_flowrl.config.error_text import did_you_mean
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy

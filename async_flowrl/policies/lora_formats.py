@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.config.messages import first_line, unknown_name
+from async_flowrl.config.error_text import first_line, unknown_name
 from async_flowrl.config.models import PIPELINES
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_file import COMFYUI_PREFIX, PREFIX, LoraFile, modules_of

@@ -17,8 +17,8 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntr
 from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.check import check_fields
+from async_flowrl.config.error_text import did_you_mean, first_line, in_one_line, unknown_name
 from async_flowrl.config.hub import download, hub_answers, hub_file
-from async_flowrl.config.messages import did_you_mean, first_line, in_one_line, unknown_name
 from async_flowrl.config.models import PIPELINES, TINY, architectures, local_index, not_found
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.resolution import Resolution

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from async_flowrl.config.error_text import did_you_mean, first_line
 from async_flowrl.config.hub import download, folder_here, hub_file
-from async_flowrl.config.messages import did_you_mean, first_line
 
 FOLDER = "transformer"
 # The transformer's weights file; the names of several files, and of their index, are derived from it.

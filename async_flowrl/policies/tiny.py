@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import check_fields
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.config.messages import first_line, quieter
+from async_flowrl.config.error_text import first_line, quieter
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of, weights_of
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights

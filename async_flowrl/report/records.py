@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.curves import REWARD
-from async_flowrl.config.messages import parsed
+from async_flowrl.config.error_text import parsed
 from async_flowrl.config.placement import recorded_placement
 from async_flowrl.observability.evaluations import TRAINED, Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window

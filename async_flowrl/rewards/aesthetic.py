@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.rewards.clip import Clip, as_openai_prepares, memory_gib
-from async_flowrl.rewards.weights import check_path, check_pins, loading, read_weights, weights_file
+from async_flowrl.rewards.model_weights import check_path, check_pins, loading, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.config.messages import in_one_line
+from async_flowrl.config.error_text import in_one_line
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.rewards.base import PromptRefused, Reward, RewardError
 from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Scores, Span

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from PIL import Image
 
-from async_flowrl.rewards.weights import check_model_options, check_path, check_pins, choose_device, loading
+from async_flowrl.rewards.model_weights import check_model_options, check_path, check_pins, choose_device, loading
 from async_flowrl.types import ByteArray, FloatArray, Prompt
 
 if TYPE_CHECKING:

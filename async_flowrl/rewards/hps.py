@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_flowrl.rewards.clip import Clip, memory_gib, normalised
-from async_flowrl.rewards.weights import check_package, check_path, check_pins, read_weights, weights_file
+from async_flowrl.rewards.model_weights import check_package, check_path, check_pins, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, check_numbers, checked_urls
 from async_flowrl.types import ByteArray, Prompt, Requests

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.rewards.http_contract import encode_image
 from async_flowrl.types import ByteArray, Prompt
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
-from async_flowrl.config.messages import check_options, in_one_line, unknown_name
+from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward

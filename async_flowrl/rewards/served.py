@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from separation.program import Program
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple, cast
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.paths import expanded
 from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from async_flowrl.config.pools import served_terms
 from async_flowrl.config.schema import Config
-from async_flowrl.rollout.vllm_omni.settings import check_installed
+from async_flowrl.config.scoring_pools import served_terms
+from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 from async_flowrl.run.findings import FAILED, SKIPPED, WARNING, Finding, verdict
 from async_flowrl.run.machines import GIB, PACKAGES, Machine, everywhere, importable, version
 from checkpoint_engine.transports import NCCL, PYNCCL, resolve_transport

@@ -12,9 +12,9 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import resume_command
-from async_flowrl.config.pools import ROLLOUT
 from async_flowrl.config.resolution import written
 from async_flowrl.config.schema import FULL, LORA, Config
+from async_flowrl.config.scoring_pools import ROLLOUT
 from async_flowrl.controller.context import Context
 from async_flowrl.observability.evaluations import Evaluation, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events

@@ -13,8 +13,8 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER
 from async_flowrl.controller.resume import Resume, check_model, find_resume, inputs_of, warn_of_differences
 from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
@@ -48,7 +48,7 @@ from async_flowrl.run.stopping import StopRequest, ctrl_c_asks, sigterm_asks, ti
 from async_flowrl.training.checkpoint import checkpoint_step, find_checkpoint
 from separation.group import WorkerDied, WorkerFailed
 from separation.node import OtherCode
-from separation.placement import ResourcesMissing, StoreTooSmall
+from separation.resources import ResourcesMissing, StoreTooSmall
 from separation.supervise import deadline, leaves
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError, nccl_obstacle
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.trainer import TrainerGroup
@@ -21,7 +21,7 @@ from async_flowrl.memory.trainer_layout import resolved
 from async_flowrl.observability.console import console_of
 from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
-from async_flowrl.rollout.vllm_omni.settings import check_installed
+from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared
@@ -30,9 +30,9 @@ from async_flowrl.types import Conditioning, EncoderInput
 from checkpoint_engine.transports import AUTO, NCCL, OBJECT_STORE, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
 from separation.group import Worker, WorkerFailed, WorkerGroup
-from separation.placement import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
+from separation.resources import ResourcesMissing, check_fits, own_cluster, reserve
 from separation.supervise import deadline
 
 # Negative prompt → its embeddings, as the model family's network takes them.

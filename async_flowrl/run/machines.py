@@ -13,7 +13,7 @@ from typing import Any
 
 from async_flowrl.config.own_code import SUFFIX
 from async_flowrl.run.findings import FAILED, OK, WARNING, Finding, failed, verdict
-from separation import placement
+from separation import resources
 from separation.cluster_probe import Node, Survey
 from separation.group import PoolSpec
 from separation.node import code_of, free_memory, sees, temporary_folder, temporary_refusal
@@ -111,9 +111,9 @@ def same_findings(here: Mapping[str, Any], machines: Sequence[Machine]) -> Itera
 
 def room_for(spec: PoolSpec, machines: Sequence[Machine]) -> list[Machine]:
     """Returns the nodes that could hold a worker of the pool (`workers_per_node` of them) if nothing else ran."""
-    exists = placement.totals(machine.resources for machine in machines if machine.resources is not None)
-    bundle = placement.share_of_node(placement.needs_of(spec, exists), spec.workers_per_node or 1)
-    return [one for one in machines if one.resources is None or placement.holds(one.resources, bundle)]
+    exists = resources.totals(machine.resources for machine in machines if machine.resources is not None)
+    bundle = resources.share_of_node(resources.needs_of(spec, exists), spec.workers_per_node or 1)
+    return [one for one in machines if one.resources is None or resources.holds(one.resources, bundle)]
 
 
 def everywhere(machines: Sequence[object]) -> str:
@@ -125,8 +125,8 @@ def seats(specs: Sequence[PoolSpec], nodes: Sequence[Node]) -> Finding:
     waits = [node.free for node in nodes], WARNING, "others hold them now: a run waits for deadlines.load"
     for left, status, advice in ((exists, FAILED, "fewer workers, or more nodes"), waits):
         try:
-            placement.check_fits(placement.reserve(specs, placement.totals(exists)), left)
-        except (placement.ResourcesMissing, ValueError) as error:
+            resources.check_fits(resources.reserve(specs, resources.totals(exists)), left)
+        except (resources.ResourcesMissing, ValueError) as error:
             return Finding("seats", status, str(error).splitlines()[0], advice)
     return Finding("seats", OK, f"free for {', '.join(f'{spec.name} {spec.least}' for spec in specs)}")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.pools import ROLLOUT, TRAINER
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER
 from async_flowrl.controller.admission import download_model, loaders, model_of
 from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
 from async_flowrl.observability.terminal import named_lines, say

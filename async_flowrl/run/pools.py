@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_flowrl.config.pools import ROLLOUT, TRAINER, RewardPool, held_out_by_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config
-from async_flowrl.controller.placement import SeparatePools
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, RewardPool, held_out_by_pool, scoring_pools
+from async_flowrl.controller.deadlines import SeparatePools
 from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.shared.controller import SharedPool
@@ -66,7 +66,7 @@ def shared_pool(config: Config) -> PoolSpec:
     """Returns the pool for `placement=shared`: its processes sample and train (see `SUB_POOLS`)."""
     return PoolSpec(
         SHARED,
-        "async_flowrl.shared.worker:SharedWorker",
+        "async_flowrl.shared.shared_worker:SharedWorker",
         config.trainer.num_workers,
         gpus_per_worker=config.trainer.gpus_per_worker,
         threads=config.trainer.threads,
@@ -93,7 +93,7 @@ def separate_pools(config: Config) -> list[PoolSpec]:
     return [
         PoolSpec(
             TRAINER,
-            "async_flowrl.training.worker:TrainerWorker",
+            "async_flowrl.training.trainer_worker:TrainerWorker",
             config.trainer.num_workers,
             gpus_per_worker=config.trainer.gpus_per_worker,
             threads=config.trainer.threads,
@@ -106,7 +106,7 @@ def separate_pools(config: Config) -> list[PoolSpec]:
         ),
         PoolSpec(
             ROLLOUT,
-            "async_flowrl.rollout.worker:RolloutWorker",
+            "async_flowrl.rollout.rollout_worker:RolloutWorker",
             config.rollout.num_workers,
             gpus_per_worker=config.rollout.gpus_per_worker,
             threads=config.rollout.threads,
@@ -124,7 +124,7 @@ def separate_pools(config: Config) -> list[PoolSpec]:
 def reward_spec(pool: RewardPool, config: Config) -> PoolSpec:
     return PoolSpec(
         pool.name,
-        "async_flowrl.rewards.worker:RewardWorker",
+        "async_flowrl.rewards.reward_worker:RewardWorker",
         pool.workers,
         arguments={
             "config": pool.config(config.reward),

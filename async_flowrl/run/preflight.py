@@ -9,8 +9,8 @@ import torch
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.paths import expanded
-from async_flowrl.config.pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
 from async_flowrl.memory import devices, host
 from async_flowrl.memory.footprints import MemoryPlan, plan_memory
 from async_flowrl.memory.trainer_layout import resolved
@@ -25,7 +25,7 @@ from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
 from separation.cluster_probe import Survey, survey
 from separation.group import VISIBLE_DEVICES, PoolSpec
-from separation.placement import ResourcesMissing
+from separation.resources import ResourcesMissing
 
 FACTS, MISSING = "async_flowrl.run.machines:facts", "async_flowrl.run.features:missing"
 NODES_SECONDS = 120.0  # Seconds for which nodes are waited for, if more than one is wanted.

@@ -34,7 +34,7 @@ from async_flowrl.rewards.registry import (
     resolve_term,
 )
 from async_flowrl.rewards.served import term_key
-from async_flowrl.rollout.vllm_omni.settings import check_model
+from async_flowrl.rollout.vllm_omni.engine_settings import check_model
 from async_flowrl.run.precheck import CheckedConfig
 from async_flowrl.tickets.arithmetic import check_batching, shape
 from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling

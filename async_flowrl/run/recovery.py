@@ -14,8 +14,8 @@ from math import prod
 from async_flowrl.algorithms.registry import resolve_correction
 from async_flowrl.config import exit_codes
 from async_flowrl.config.curves import checkpoint_due
-from async_flowrl.config.pools import ROLLOUT, TRAINER, scoring_pools
 from async_flowrl.config.schema import Config
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, scoring_pools
 from async_flowrl.controller.admission import check_base, download_model, load_rollout, loaders
 from async_flowrl.controller.after_step import AfterStep
 from async_flowrl.controller.checkpoints import Checkpoints

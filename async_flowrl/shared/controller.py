@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from async_flowrl.config.schema import Config
+from async_flowrl.controller.deadlines import TICKETS_PER_WORKER, SeparatePools
 from async_flowrl.controller.endpoints import RolloutEndpoint
-from async_flowrl.controller.placement import TICKETS_PER_WORKER, SeparatePools
 from async_flowrl.types import POLICY
 from checkpoint_engine import RING, Ack, DeliveryOptions, Header
 from separation.group import Worker

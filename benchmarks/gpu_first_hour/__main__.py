@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.messages import unknown_name
+from async_flowrl.config.error_text import unknown_name
 from benchmarks.gpu_first_hour.task import GRACE_SECONDS, run_within
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import MARGIN_SHARE, Footprint, plan_memory
 from async_flowrl.observability.flops import device_peak
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, prepare
 from async_flowrl.tickets.arithmetic import trained_steps
@@ -24,7 +24,7 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.types import POLICY, Conditioning, EncoderInput, Span, Trajectory
 from benchmarks.gpu_first_hour.probe import timed
 from benchmarks.gpu_first_hour.sizes import real_card, settings, sizes_here

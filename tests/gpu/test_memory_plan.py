@@ -17,9 +17,9 @@ from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.rank import end_step, rehearse_trainer, settle, update_request
 from async_flowrl.memory.rehearsal.rollout import deliver, rehearse_rollout, ticket_request
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.training.messages import TrainRequest
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from tests.support.fused_attention import fused_attention
 
 pytestmark = [

@@ -14,7 +14,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout import text_encoder as stored_embeddings
 from async_flowrl.rollout.text_encoder import encode_one
-from async_flowrl.shared.worker import SharedWorker
+from async_flowrl.shared.shared_worker import SharedWorker
 from async_flowrl.types import Conditioning, EmbeddingKey
 from tests.support import trainer_rig as rig
 from tests.support.tiny import request

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout.worker import RolloutWorker
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from separation.rendezvous import join, leave
 from tests.support import trainer_rig as rig
 from tests.support.families import NAMES, model_config

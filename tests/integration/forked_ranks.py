@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from async_flowrl.config.pools import TRAINER
+from async_flowrl.config.scoring_pools import TRAINER
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerGroup
 from tests.integration.runs import Run, train

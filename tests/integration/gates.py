@@ -57,7 +57,7 @@ def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
 
     Workers are threads of this process.
     """
-    from async_flowrl.rollout.worker import RolloutWorker
+    from async_flowrl.rollout.rollout_worker import RolloutWorker
     from async_flowrl.tickets.table import TRAIN, TicketTable
 
     hand_over, generate = TicketTable.hand_over, RolloutWorker.generate
@@ -140,7 +140,7 @@ def updates_beside_generation(steps: int, groups: int) -> Iterator[None]:
     It begins when that ticket is being made, and the ticket waits until the end of the update's step is in the records.
     A step has `groups` groups. Workers are threads of this process.
     """
-    from async_flowrl.training.worker import TrainerWorker
+    from async_flowrl.training.trainer_worker import TrainerWorker
 
     train = TrainerWorker.train
     with steps_recorded(first_group=groups - 1) as happened:

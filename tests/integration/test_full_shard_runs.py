@@ -171,7 +171,7 @@ from tests.support.killed_trainer import Kill
 kills = [Kill(2, 1, "gathering", 0.5), Kill(3, 0, "gathering", 0.5)]
 given = dict(kills=kills, notes=Path({notes!r}))
 sys.exit(main.main({{
-    "async_flowrl.training.worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
+    "async_flowrl.training.trainer_worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
 }}))
 """
 

@@ -26,8 +26,8 @@ from async_flowrl import main
 from tests.support.killed_trainer import drawn
 given = dict(kills=drawn({seed}, {name!r}, ranks={ranks}), notes=Path({notes!r}))
 sys.exit(main.main({{
-    "async_flowrl.training.worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
-    "async_flowrl.shared.worker:SharedWorker": ("tests.support.killed_trainer:KilledShared", given),
+    "async_flowrl.training.trainer_worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
+    "async_flowrl.shared.shared_worker:SharedWorker": ("tests.support.killed_trainer:KilledShared", given),
 }}))
 """
 

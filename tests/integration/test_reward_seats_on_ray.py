@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import ray
 
-from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.scoring_pools import scoring_pools
 from async_flowrl.run.pools import reward_spec
 from async_flowrl.types import Prompt, Scores
 from separation.cluster import cluster
 from separation.group import WorkerGroup
-from separation.placement import ResourcesMissing
+from separation.resources import ResourcesMissing
 from tests.integration.seated import JUDGE, LATER
 from tests.support.ray_cluster import start_ray
 

@@ -21,9 +21,9 @@ from ray._private.parameter import RayParams
 
 from separation.cluster import cluster
 from separation.group import PoolSpec, RefLost, Worker, WorkerDied
-from separation.placement import ResourcesMissing
 from separation.processes import alive, descendants, kill
 from separation.rendezvous import join_process_group
+from separation.resources import ResourcesMissing
 from separation.supervise import DeadlineExceeded, deadline, together
 from tests.integration.separation_bench import ROOT, TOY, Bench, fresh, on_ray, raises
 from tests.support.forked_workers import forked_workers

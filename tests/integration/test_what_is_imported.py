@@ -68,7 +68,7 @@ import json, sys
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.job import run
 from async_flowrl.run.prepare import prepare
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 config = compose_config("one_step_off", sys.argv[1:])
 prepared = prepare(config)
 TrainerWorker(prepared.config, prepared.model, 0, "trainer-0").load()

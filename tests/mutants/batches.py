@@ -27,7 +27,7 @@ def weights_kept(activate: Any) -> Any:
 EVALUATION_FAULTS = (
     Mutant(
         "an evaluation's weights stay for training",
-        {"async_flowrl.rollout.worker:RolloutWorker._activate": weights_kept},
+        {"async_flowrl.rollout.rollout_worker:RolloutWorker._activate": weights_kept},
         "tests.unit.rollout.test_worker:test_evaluation_has_its_own_slot_and_leaves_nothing_behind",
     ),
     Mutant(

@@ -70,7 +70,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "nobody notices that a worker hangs",
-        {"async_flowrl.controller.placement:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
+        {"async_flowrl.controller.deadlines:deadline": lambda deadline: lambda seconds, what: deadline(math.inf, what)},
         LOST,
         arguments={"what": "hang", "k": 1},
         raises=HANGS,
@@ -207,7 +207,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a state is taken over whatever has arrived",
-        {"async_flowrl.training.worker:files_digest": lambda digest: lambda files: "the same"},
+        {"async_flowrl.training.trainer_worker:files_digest": lambda digest: lambda files: "the same"},
         f"{KEPT}:test_a_state_with_another_digest_is_refused_and_nothing_of_it_taken",
         raises=("Failed",),
     ),

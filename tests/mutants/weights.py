@@ -10,7 +10,10 @@ from checkpoint_engine.errors import MemberBusy
 from tests.mutants.mutation import Mutant, after, nothing, nothing_awaited
 from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE
 
-WORKER, WEIGHTS = "async_flowrl.rollout.worker:RolloutWorker", "async_flowrl.controller.weights:PublishedWeights"
+WORKER, WEIGHTS = (
+    "async_flowrl.rollout.rollout_worker:RolloutWorker",
+    "async_flowrl.controller.weights:PublishedWeights",
+)
 LABEL = "tests.unit.rollout.test_worker:test_a_ticket_is_made_with_one_version_and_labelled_with_it"
 DELIVERIES = "tests.unit.rollout.test_deliveries"
 ARRIVES = f"{DELIVERIES}:test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none"

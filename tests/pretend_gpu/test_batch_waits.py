@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from pretended.report import SYNC, Seen, watched
 
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.types import Prompt, RolloutRequest
 from tests.pretend_gpu.test_host_waits import MAX_WAITS_PER_TICKET, settings, with_weights
 from tests.support.families import NAMES, how

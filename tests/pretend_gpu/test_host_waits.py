@@ -8,7 +8,7 @@ from pretended.report import SYNC, Seen, watched
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from checkpoint_engine import Publisher
 from tests.pretend_gpu.test_shared_ranks import counted
 from tests.support import trainer_rig as rig

@@ -12,7 +12,7 @@ from pretended.report import RACE, forget, seen
 from torch import Tensor
 
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.shared.worker import SharedWorker, TrainingLane
+from async_flowrl.shared.shared_worker import SharedWorker, TrainingLane
 from async_flowrl.training.messages import StepPlan, TrainRequest
 from tests.support import trainer_rig as rig
 from tests.support.tiny import request

@@ -17,7 +17,7 @@ from pretended.report import RACE, SYNC, Seen, seen, watched
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.shared.worker import SharedWorker, TrainingLane
+from async_flowrl.shared.shared_worker import SharedWorker, TrainingLane
 from async_flowrl.training.messages import StepPlan, TrainRequest
 from separation.rendezvous import join
 from tests.pretend_gpu.test_shared_lane import in_a_thread, ticket_under_way, waited_for

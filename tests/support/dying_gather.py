@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.training.versions import GatheredStreams
-from async_flowrl.training.worker import TrainerWorker
 from tests.support import trainer_rig as rig
 from tests.support.process_pool import die
 

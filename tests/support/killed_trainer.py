@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.seeds import derive
-from async_flowrl.shared.worker import SharedTrainer, SharedWorker
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.shared.shared_worker import SharedTrainer, SharedWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 
 PHASES: Mapping[str, tuple[str, ...]] = {
     "micro-batch": ("train",),

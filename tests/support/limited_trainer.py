@@ -2,7 +2,7 @@
 
 import resource
 
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 
 
 class LimitedTrainer(TrainerWorker):

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, cast
 
 from async_flowrl.algorithms.registry import build_algorithm
-from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import FULL, Config, DeadlinesConfig, EvaluateConfig, RewardConfig, RewardTerm
+from async_flowrl.config.scoring_pools import scoring_pools
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.evaluation import EvaluationResult, Evaluations
 from async_flowrl.controller.trainer import TrainerGroup

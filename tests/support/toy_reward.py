@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from async_flowrl.config.pools import scoring_pools
+from async_flowrl.config.scoring_pools import scoring_pools
 from async_flowrl.rewards.call import group_result
 from async_flowrl.types import Failure, Prompt, Scores
 

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from async_flowrl.config.pools import scoring_pools
 from async_flowrl.config.schema import SHARED, Config
+from async_flowrl.config.scoring_pools import scoring_pools
 from async_flowrl.run.pools import SUB_POOLS
+from async_flowrl.shared.shared_worker import SharedRollout
 from async_flowrl.shared.turns import patience
-from async_flowrl.shared.worker import SharedRollout
 from separation.cohosted import SubGroup, Successors
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault

@@ -19,7 +19,7 @@ from async_flowrl.seeds import derive
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, UpdateStats, merged
 from async_flowrl.training.parts import cut
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Trajectory
 from checkpoint_engine import weights_digest
 

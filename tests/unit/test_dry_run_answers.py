@@ -24,13 +24,13 @@ from async_flowrl.policies import one_base
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import load_family, load_policy, resolve_model
 from async_flowrl.rollout.registry import load_engine
-from async_flowrl.rollout.vllm_omni.settings import check_model, network_shapes
+from async_flowrl.rollout.vllm_omni.engine_settings import check_model, network_shapes
 from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import evaluation_sampling, sampling
 from async_flowrl.training import rank_model
 from async_flowrl.training.parts import World
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from tests.support.published import use_published_models
 
 MODELS = [

@@ -8,7 +8,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.run.launch import check_stored
 from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, prepare
-from separation.placement import StoreTooSmall
+from separation.resources import StoreTooSmall
 
 
 def prepared(folder: Path, *overrides: str) -> Prepared:

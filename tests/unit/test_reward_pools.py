@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.pools import RewardPool, reward_pools, workers_key
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.config.scoring_pools import RewardPool, reward_pools, workers_key
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import Timing, ToyRun, calm_run, toy_config, virtual
 from tests.support.toy_pool import ToyPool, once

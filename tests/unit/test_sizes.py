@@ -17,7 +17,7 @@ from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import RequestBuilder, evaluation_resolution
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
 from async_flowrl.training import rank_model
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.types import Prompt
 
 ROWS: list[dict[str, Any]] = [

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.controller.placement import SeparatePools
+from async_flowrl.controller.deadlines import SeparatePools
 from async_flowrl.controller.watchdog import Stalled, limit
 from async_flowrl.tickets.table import Ticket, TicketTable
 from tests.support.toy import ListObserver, Timing, toy_config, virtual

@@ -11,8 +11,8 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniEngine
-from async_flowrl.rollout.worker import RolloutWorker
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import RolloutRequest, Trajectory
 from checkpoint_engine import Ack, Activation, Draft, Header

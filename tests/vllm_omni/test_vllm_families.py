@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-vllm-omni` sets an environment up")
 
-from async_flowrl.rollout.vllm_omni.settings import FAMILIES
+from async_flowrl.rollout.vllm_omni.engine_settings import FAMILIES
 from tests.vllm_omni.rig import TOLERANCE
 
 OTHERS = [family for family in FAMILIES if family != "qwen_image"]

@@ -11,7 +11,7 @@ pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-
 
 import psutil
 
-from async_flowrl.rollout.vllm_omni.settings import FAMILIES
+from async_flowrl.rollout.vllm_omni.engine_settings import FAMILIES
 from tests.vllm_omni.rig import TOLERANCE
 
 

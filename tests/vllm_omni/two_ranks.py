@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from async_flowrl.policies.lora import lora_layers, lora_modules
-from async_flowrl.rollout.vllm_omni import settings
+from async_flowrl.rollout.vllm_omni import engine_settings
 from async_flowrl.rollout.vllm_omni.extension import RolloutWorkerExtension
 from checkpoint_engine import LoraModule, base_digest, binding_probe, check_binding
 from tests.support.tiny import request, sampling
@@ -32,7 +32,7 @@ class BusyRank(RolloutWorkerExtension):
 def findings(family: str) -> dict[str, Any]:
     # As on a machine with two devices; the ranks themselves speak gloo.
     extension = "tests.vllm_omni.two_ranks.BusyRank"
-    with patch.object(torch.cuda, "device_count", lambda: 2), patch.object(settings, "EXTENSION", extension):
+    with patch.object(torch.cuda, "device_count", lambda: 2), patch.object(engine_settings, "EXTENSION", extension):
         # With 8 heads, two ranks could not share the MLP of Z-Image.
         rig = Rig(gpus_per_worker=2.0, family=family, heads=6)
     weights = {name: weight for name, weight in rig.policy.transformer.named_parameters() if ".lora_" not in name}

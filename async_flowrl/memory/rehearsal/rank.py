@@ -27,7 +27,7 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.training.forward_passes import UpdateMetrics
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.types import Trajectory
 
 NEGATIVE = "negative"

@@ -11,7 +11,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.phases import Ledger, Phase
 from async_flowrl.memory.rehearsal.process import rehearsed_process
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.tickets.request import RequestBuilder, sampling
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest

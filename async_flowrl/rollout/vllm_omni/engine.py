@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import ResolvedModel, folder_of
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.diffusers_engine import check_alike
-from async_flowrl.rollout.vllm_omni.settings import (
+from async_flowrl.rollout.vllm_omni.engine_settings import (
     REQUEST,
     ROLLOUT,
     check_installed,

@@ -20,7 +20,7 @@ from vllm_omni.platforms import current_omni_platform
 
 from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.registry import ResolvedModel
-from async_flowrl.rollout.vllm_omni.settings import STORE_PORT, Names, NetworkShapes, unpacked
+from async_flowrl.rollout.vllm_omni.engine_settings import STORE_PORT, Names, NetworkShapes, unpacked
 from async_flowrl.types import EMA, POLICY, Conditioning, EncoderInput
 from checkpoint_engine import (
     EVALUATION,

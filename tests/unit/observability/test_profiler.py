@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 from async_flowrl.config.compose import compose_config
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import sampling
 from async_flowrl.tickets.table import TRAIN, Ticket
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 
 
 def test_both_pools_trace_the_steps_asked_for(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from async_flowrl.config.schema import DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import load_data
 from async_flowrl.rewards.registry import is_deterministic
-from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import Prompt
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -10,7 +10,7 @@ import pytest
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.rewards.reward_worker import RewardWorker
 from tests.support.lying_server import JSON, answer, lying
 from tests.unit.rewards.http_calls import PROMPT, ask, call, images, scores
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
-from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
 
 PAGE = Path(__file__).parents[3] / "docs" / "extending" / "reward.md"

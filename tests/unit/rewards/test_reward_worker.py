@@ -15,7 +15,7 @@ import pytest
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_rewards, is_deterministic
-from async_flowrl.rewards.worker import RewardWorker
+from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
 
 PROMPT = Prompt(3, 'red "abc"', target="abc")

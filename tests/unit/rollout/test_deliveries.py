@@ -11,7 +11,7 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.types import RolloutReport, RolloutRequest
 from checkpoint_engine import Publisher
 from tests.support.tiny import randomise, request

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_flowrl.rollout.worker import is_swap
+from async_flowrl.rollout.rollout_worker import is_swap
 from checkpoint_engine import CANARY_VERSION, Activation
 
 

@@ -11,7 +11,7 @@ from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError, reply
-from async_flowrl.rollout.vllm_omni.settings import (
+from async_flowrl.rollout.vllm_omni.engine_settings import (
     Names,
     network_shapes,
     unpacked,

@@ -8,7 +8,7 @@ import torch
 
 from async_flowrl.config.schema import Config
 from async_flowrl.rollout.base import Export, Rollout
-from async_flowrl.rollout.worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.types import EVALUATION, TRAIN, RolloutRequest
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
 from checkpoint_engine import Activation, Draft, Receiver

@@ -6,7 +6,7 @@ import pytest
 
 from separation.group import PoolSpec
 from separation.node import OtherCode, code_of, compare_code, sees
-from separation.placement import (
+from separation.resources import (
     Reservation,
     check_fits,
     reserve,

@@ -3,7 +3,7 @@
 import pytest
 
 from separation.group import PoolSpec
-from separation.placement import (
+from separation.resources import (
     ResourcesMissing,
     StoreTooSmall,
     check_fits,

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from separation import ray_cluster
-from separation.placement import ResourcesMissing
+from separation.resources import ResourcesMissing
 
 
 def test_what_a_start_that_is_interrupted_has_started_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

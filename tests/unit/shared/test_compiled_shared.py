@@ -13,9 +13,9 @@ import torch
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.rollout.worker import RolloutWorker
-from async_flowrl.shared.worker import SharedWorker
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker
+from async_flowrl.shared.shared_worker import SharedWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from tests.support import trainer_rig as rig
 
 

@@ -10,7 +10,7 @@ import torch
 
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.shared.worker import SharedStreams, SharedWorker
+from async_flowrl.shared.shared_worker import SharedStreams, SharedWorker
 from async_flowrl.training.messages import StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.rank_model import base_tensors
 from async_flowrl.types import RolloutReport

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from checkpoint_engine import CANARY_VERSION, Receiver, check_binding, weights_digest
 from tests.support import trainer_rig as rig
 

@@ -9,7 +9,7 @@ import torch
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from checkpoint_engine import (
     CANARY_VERSION,
     LoraModule,

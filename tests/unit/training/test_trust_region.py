@@ -10,8 +10,8 @@ from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.tickets.request import sampling
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.training.trust_region import shorten
-from async_flowrl.training.worker import TrainerWorker
 from tests.support import trainer_rig as rig
 
 

@@ -15,7 +15,7 @@ from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.training.messages import TrainRequest, UpdateStats, merged
 from async_flowrl.training.parts import tickets_for, tickets_of
-from async_flowrl.training.worker import TrainerWorker
+from async_flowrl.training.trainer_worker import TrainerWorker
 from separation.rendezvous import join, leave
 from tests.support import trainer_rig as rig
 from tests.support.forked import METHOD

@@ -18,13 +18,13 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.registry import PARTS
+from async_flowrl.rollout.rollout_worker import RolloutWorker, device
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
-from async_flowrl.rollout.worker import RolloutWorker, device
 from async_flowrl.shared.turns import Turns
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.training.versions import PublishedStreams, Versions
-from async_flowrl.training.worker import TrainerWorker
 from async_flowrl.types import EmbeddingKey, RolloutRequest, Trajectory
 from checkpoint_engine import RING, Ack, Header
 from checkpoint_engine.errors import TransferCorrupted, WeightsMismatch

@@ -1,4 +1,4 @@
-"""SeparatePools: deadlines and deliveries of trainer ranks and rollout workers that share no process.
+"""Deadlines of calls to trainer ranks and rollout workers, and what else depends on whether they share processes.
 
 shared/controller.py has those of processes that sample and train.
 """

@@ -22,8 +22,8 @@ from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily, load_whole, quiet, weight_options
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.vllm_omni.engine_settings import FAMILIES, FAMILY, REQUEST, ROLLOUT
 from async_flowrl.rollout.vllm_omni.extension import Adapters
-from async_flowrl.rollout.vllm_omni.settings import FAMILIES, FAMILY, REQUEST, ROLLOUT
 from async_flowrl.types import RolloutRequest
 
 

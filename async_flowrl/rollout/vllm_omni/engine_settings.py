@@ -27,7 +27,7 @@ FAMILIES = {
     "flux": f"{_MODELS}.flux.flux_transformer:FluxTransformer2DModel",
     "z_image": f"{_MODELS}.z_image.z_image_transformer:ZImageTransformer2DModel",
 }
-PIPELINE = "async_flowrl.rollout.vllm_omni.pipeline.RolloutPipeline"
+PIPELINE = "async_flowrl.rollout.vllm_omni.engine_pipeline.RolloutPipeline"
 EXTENSION = "async_flowrl.rollout.vllm_omni.extension.RolloutWorkerExtension"
 FAMILY = "family"  # Key of the model family in the pipeline's arguments, which reach every rank.
 # Key, in the pipeline's arguments, of the port of the store at which the ranks form their process group.
