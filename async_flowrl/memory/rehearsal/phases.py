@@ -137,11 +137,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether the storage is to be counted: not on the meta device, not made inside `aside`, and new."""
-        return not self._aside and not _on_meta(tensor) and tensor.untyped_storage()._cdata not in self._sizes
+        """Whether the storage is to be counted: not on the meta device, and not made inside `aside`."""
+        return not self._aside and not _on_meta(tensor)
 
     def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
-        key = storage._cdata
+        if (key := storage._cdata) in self._sizes:
+            return
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if all(tensor.untyped_storage()._cdata != key for tensor in tensors):
             self._add(storage, storage.nbytes())
