@@ -295,7 +295,8 @@ def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
             raise ValueError("velocity() does not call policy.transformer, the only network that is trained")
         names = sorted(name for name in {*calls[0], *stock.network[0]} if not _is_latents_or_time(name))
         rows += [_input(name, calls[0].get(name), stock.network, job.relative) for name in names]
-    return min(rows, key=lambda row: (row.holds, -row.difference))
+    # A row without a number comes first: what it names is missing or has another shape.
+    return min(rows, key=lambda row: (row.holds, not math.isnan(row.difference), -row.difference))
 
 
 def _input(name: str, value: Any, network: Sequence[Inputs], relative: float) -> Row:
