@@ -4,6 +4,8 @@ import logging
 import os
 from pathlib import Path
 
+import torch
+
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.resume import START, Resume
@@ -93,15 +95,32 @@ def model_of(prepared: Prepared) -> str:
 
 def devices(prepared: Prepared) -> str:
     config = prepared.config
-    clauses = [f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads)}" for spec in pools(prepared)]
+    there = gpus(config)
+    clauses = [
+        f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, there)}" for spec in pools(prepared)
+    ]
     where = "this machine" if config.runtime.address is None else f"cluster {config.runtime.address}"
     where = "threads of this process" if config.runtime.in_threads else where
     return f"{', '.join(clauses)}{placement_of(config).note} ({where})"
 
 
-def seat(gpus_per_worker: float, threads: int) -> str:
-    gpus = f" + {gpus_per_worker:g} GPU{'s' * (gpus_per_worker > 1)} if any" if gpus_per_worker else ""
-    return f"{threads} CPU thread{'s' * (threads > 1)}{gpus}"
+def seat(gpus_per_worker: float, threads: int, gpus: float | None) -> str:
+    """Describes the resources of one worker. `gpus`: number of GPUs there are, None if only the cluster knows it."""
+    cores = f"{threads} CPU thread{'s' * (threads > 1)}"
+    if gpus_per_worker == 0 or gpus == 0:
+        return cores
+    gpu = f"{gpus_per_worker:g} GPU{'s' * (gpus_per_worker > 1)}"
+    return gpu if gpus is not None else f"{gpu}, if it has any"
+
+
+def gpus(config: Config) -> float | None:
+    if config.runtime.in_threads:
+        return float(torch.cuda.device_count())
+    if config.runtime.address is not None:
+        return None
+    from separation.ray_internals import gpus_here
+
+    return gpus_here()
 
 
 def training(prepared: Prepared) -> str:

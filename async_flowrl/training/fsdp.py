@@ -1,4 +1,4 @@
-"""How the frozen base is spread over the trainer ranks (FSDP2, or whole); how trained weights are, is in sharded.py."""
+"""The frozen base on the trainer ranks, whole or spread by FSDP2; sharded.py has trained weights in shares."""
 
 import functools
 import warnings
