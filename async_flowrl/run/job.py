@@ -238,7 +238,8 @@ def open_ledgers(
 def stored(config: Config) -> str:
     what = f"images and trajectories of {config.live_versions} steps, and weights on their way to rollout workers"
     what += ", and the trainer's state" if config.keeps_state else ""
-    fewer = "fewer or smaller images per step, a smaller max_staleness or checkpoint_engine.bucket_bytes"
+    fewer = "fewer or smaller images per step, a smaller max_staleness"
+    fewer += ", a smaller checkpoint_engine.bucket_bytes" if config.in_shares else ""
     return f"{what}; use {fewer}, or a Ray cluster with a larger store"
 
 
