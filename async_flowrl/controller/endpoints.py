@@ -40,6 +40,9 @@ class TrainerEndpoint:
         self._on_sealed, self._stream = on_sealed, stream
 
     async def stage(self, version: int) -> None:
+        # On the main lane, between two updates: the next one changes the EMA.
+        if self._stream == EMA:
+            await self._keep(version, lane="main")
         await self._all("sender.stage", version, self._stream, lane="main")
 
     async def seal(self, version: int) -> Header:
@@ -185,40 +188,6 @@ class GatheredEndpoint(TrainerEndpoint):
 
     async def _keep(self, version: int, *, lane: str) -> None:
         await self._all("versions.keep", self._stream, version, lane=lane)
-
-
-class EmaEndpoint(TrainerEndpoint):
-    """The sender of the EMA. A version is staged and sealed by `retain`, before its delivery."""
-
-    def __init__(
-        self, ranks: Sequence[Worker], config: Config, on_sealed: Callable[[Header], None], **locks: asyncio.Lock
-    ) -> None:
-        super().__init__(ranks, config, on_sealed, stream=EMA, **locks)
-        self._headers: dict[int, Header] = {}
-
-    async def retain(self, version: int) -> None:
-        """Stages and seals the EMA as it was at `version`, and retains it until `release`."""
-        # On the main lane, between two updates, because the EMA changes with the next one.
-        await self._keep(version, lane="main")
-        await super().stage(version)
-        await self.seal(version)
-        await self.hold(version)
-
-    async def stage(self, version: int) -> None:
-        """Does nothing: `retain` has staged this version, and the trainer's EMA has changed since."""
-
-    async def release(self, version: int) -> None:
-        del self._headers[version]
-        await super().release(version)
-
-    async def _seal(self, version: int) -> Header:
-        if version not in self._headers:
-            self._headers[version] = await super()._seal(version)
-        return self._headers[version]
-
-
-class GatheredEmaEndpoint(EmaEndpoint, GatheredEndpoint):
-    """The sender of an EMA of which every rank keeps some rows."""
 
 
 class RolloutEndpoint:

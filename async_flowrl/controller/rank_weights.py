@@ -10,7 +10,8 @@ from typing import Any
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
-from async_flowrl.controller.endpoints import EmaEndpoint, GatheredEmaEndpoint, GatheredEndpoint, TrainerEndpoint
+from async_flowrl.controller.endpoints import GatheredEndpoint, TrainerEndpoint
+from async_flowrl.types import POLICY
 from checkpoint_engine import Header
 from checkpoint_engine.transports import resolve_transport
 from separation.group import Worker, WorkerFailed, WorkerGroup
@@ -36,11 +37,8 @@ class ReplicatedWeights:
     def ranks(self) -> Sequence[Worker]:
         return self._pool.workers
 
-    def sender(self, config: Config, on_sealed: OnSealed) -> TrainerEndpoint:
-        return TrainerEndpoint(self.ranks, config, on_sealed)
-
-    def average_sender(self, config: Config, on_sealed: OnSealed) -> EmaEndpoint:
-        return EmaEndpoint(self.ranks, config, on_sealed)
+    def sender(self, config: Config, on_sealed: OnSealed, stream: str = POLICY) -> TrainerEndpoint:
+        return TrainerEndpoint(self.ranks, config, on_sealed, stream=stream)
 
     def transport(self, config: Config, chosen: str) -> str:
         """Returns the transport that a run takes that has chosen this one by its devices. Raises ConfigError."""
@@ -69,11 +67,9 @@ class ShardedWeights(ReplicatedWeights):
         self.training = self._training = asyncio.Lock()
         self._gathering = asyncio.Lock()
 
-    def sender(self, config: Config, on_sealed: OnSealed) -> TrainerEndpoint:
-        return GatheredEndpoint(self.ranks, config, on_sealed, training=self._training, gathering=self._gathering)
-
-    def average_sender(self, config: Config, on_sealed: OnSealed) -> EmaEndpoint:
-        return GatheredEmaEndpoint(self.ranks, config, on_sealed, training=self._training, gathering=self._gathering)
+    def sender(self, config: Config, on_sealed: OnSealed, stream: str = POLICY) -> TrainerEndpoint:
+        locks = {"training": self._training, "gathering": self._gathering}
+        return GatheredEndpoint(self.ranks, config, on_sealed, stream=stream, **locks)
 
     def transport(self, config: Config, chosen: str) -> str:
         """The first rank sends from host memory, which NCCL cannot."""

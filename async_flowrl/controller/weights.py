@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.deadlines import SeparatePools
-from async_flowrl.controller.endpoints import EmaEndpoint, RolloutEndpoint, SenderLost, TrainerEndpoint
+from async_flowrl.controller.endpoints import RolloutEndpoint, SenderLost, TrainerEndpoint
 from async_flowrl.controller.rank_weights import ReplicatedWeights
 from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.table import TicketTable
@@ -100,13 +100,12 @@ class PublishedWeights:
     sender: TrainerEndpoint = field(init=False)
     delivery: Delivery = field(init=False)
     proof: WorkerProof = field(init=False)
-    ema: EmaEndpoint | None = None  # Sender of the EMA for evaluations; None if `trainer.ema_decay` is null.
     stall_seconds: float = 0.0  # Seconds that the trainer has waited in `publish`.
     _first: int = 0  # First version that this attempt publishes for training.
     _newest: int = -1  # Highest version that any worker has acknowledged; -1 for none.
     _corrupted: int = 0  # Workers given up over damaged weights since `_newest` was acknowledged for the first time.
-    _deliveries: list[Delivery] = field(default_factory=list)  # Those of the policy and, if there is one, of its EMA.
-    _delivered: int | None = None  # The version of the EMA that was delivered last.
+    # The delivery of the policy and, if `trainer.ema_decay` is set, that of its EMA, which is only evaluated.
+    _deliveries: list[Delivery] = field(default_factory=list)
     _started: asyncio.Event = field(default_factory=asyncio.Event)
     _sealed: dict[int, asyncio.Event] = field(default_factory=dict)
 
@@ -122,7 +121,7 @@ class PublishedWeights:
             for worker in present:
                 tasks.create_task(self._admit(worker))
         self._first = self._oldest_named()
-        if self.ema is None:
+        if self.config.trainer.ema_decay is None:
             for version in sorted(version for version in self.held if version < self._first):
                 await self.delivery.restore(version)
         for version in range(self._first, self.table.step + 1):
@@ -168,23 +167,15 @@ class PublishedWeights:
 
     async def retain_for_evaluation(self, version: int) -> None:
         """Retains the EMA as it is now, under the number `version`; without an EMA, the version itself."""
-        if self.ema is not None:
-            await self.ema.retain(version)
-            return
-        if version < self._first:
-            return  # `publish_first` has retained it
-        await self._sealed[version].wait()
-        await self.delivery.keep(version)
+        if self.config.trainer.ema_decay is not None:
+            await self._deliveries[-1].restore(version)
+        elif version >= self._first:  # else `publish_first` has retained it
+            await self._sealed[version].wait()
+            await self.delivery.keep(version)
 
     async def deliver_for_evaluation(self, version: int) -> None:
         """Starts the delivery of a retained version to every rollout worker, for an evaluation."""
-        if self.ema is None:
-            await self.delivery.place(version)
-            return
-        before, self._delivered = self._delivered, version
-        await self._deliveries[1].publish(version)
-        if before is not None:
-            await self.ema.release(before)
+        await self._deliveries[-1].place(version)
 
     async def watch(self) -> None:
         await self._started.wait()
@@ -240,8 +231,8 @@ class PublishedWeights:
         self.delivery = made(self.sender, options=options, broadcast=broadcast)
         self._deliveries.append(self.delivery)
         if config.trainer.ema_decay is not None:
-            self.ema = self.trained.average_sender(config, self._sent)
-            self._deliveries.append(made(self.ema, options=self.placement.delivery_options(EMA)))
+            average = self.trained.sender(config, self._sent, EMA)
+            self._deliveries.append(made(average, options=self.placement.delivery_options(EMA)))
         self._started.set()
 
     async def _admit(self, worker: Worker) -> None:
@@ -258,15 +249,14 @@ class PublishedWeights:
         end = self.placement.endpoint(worker, self.observer)
         await self.delivery.join(end, versions)
         for average in self._deliveries[1:]:
-            await average.join(end, [] if self._delivered is None else [self._delivered])
+            await average.join(end)
 
     def _acknowledged(self, worker: str, ack: Ack) -> None:
         if worker not in self.table.held:
             return  # The worker was declared dead while its acknowledgement was under way.
         if ack.version > self._newest:
             self._newest, self._corrupted = ack.version, 0
-        for_evaluation = ack.slot == EVALUATION or ack.stream == EMA
-        self.table.acknowledge(worker, ack.version, ack.digest, evaluation=for_evaluation)
+        self.table.acknowledge(worker, ack.version, ack.digest, evaluation=ack.slot == EVALUATION)
         self.observer.event(
             "version", stream=ack.stream, version=ack.version, state="acknowledged", digest=ack.digest, worker=worker
         )

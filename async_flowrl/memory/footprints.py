@@ -266,9 +266,9 @@ def kept_versions(config: Config) -> int:
 
 
 def received_versions(config: Config) -> int:
-    # The ring of each stream has one slot for each version that a ticket may name. There is one slot for evaluation,
-    # and one version is being received.
-    return streams(config) * config.live_versions + 1 + 1
+    # The ring has one slot for each version that a ticket may name. There is one slot for evaluation, and one version
+    # is being received.
+    return config.live_versions + 1 + 1
 
 
 def ring_bytes(config: Config, model: Sizes, *, pinned: bool = True, certain: bool = False) -> int:

@@ -112,10 +112,8 @@ class RolloutWorker:
         before = self.receiver.active
         if request.kind != EVALUATION:
             digest = self._adopt(POLICY, request.version)
-        elif self.config.trainer.ema_decay is not None:
-            digest = self._adopt(EMA, request.version)
         else:
-            digest = self._adopt(POLICY, request.version, slot=EVALUATION_SLOT)
+            digest = self._adopt(self.receiver.streams[-1], request.version, slot=EVALUATION_SLOT)
         return digest, is_swap(before, self.receiver.active)
 
     def _adopt(self, stream: str, version: int, slot: str = RING) -> str:

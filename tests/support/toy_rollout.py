@@ -41,9 +41,9 @@ class ToyRollout:
         return binding_probe(toy_lora(self.tensors))
 
     def _made(self, request: RolloutRequest) -> tuple[RolloutReport, Any, Trajectory | None]:
-        averaged = request.kind == EVALUATION and self.config.trainer.ema_decay is not None
-        slot = EVALUATION_SLOT if request.kind == EVALUATION and not averaged else RING
-        digest = self.receiver.activate(EMA if averaged else POLICY, request.version, slot=slot)
+        evaluated = request.kind == EVALUATION
+        stream, slot = (self.receiver.streams[-1], EVALUATION_SLOT) if evaluated else (POLICY, RING)
+        digest = self.receiver.activate(stream, request.version, slot=slot)
         a, b = (self.tensors[f"layer.lora_{x}.weight"] for x in "AB")
         noise = torch.stack([torch.randn(SIZE, generator=generator(s)) for s in request.initial_seeds])
         values = noise + 2.0 * noise @ a.T @ b.T

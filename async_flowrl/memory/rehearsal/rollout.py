@@ -14,7 +14,7 @@ from async_flowrl.memory.rehearsal.process import rehearsed_process
 from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.tickets.request import RequestBuilder, sampling
 from async_flowrl.tickets.table import Ticket
-from async_flowrl.types import EMA, POLICY, TRAIN, Prompt, RolloutRequest
+from async_flowrl.types import POLICY, TRAIN, Prompt, RolloutRequest
 from checkpoint_engine import EVALUATION, RING, Draft, Header
 
 STEPS = 2  # Denoising steps that are run, the first with noise; the remaining steps of a real ticket cost the same.
@@ -92,12 +92,11 @@ def deliver(worker: RolloutWorker, config: Config) -> tuple[int, Any]:
     def header(stream: str, version: int) -> Header:
         return Draft(stream, version, layout, receiver.alpha, receiver.rank).sealed(digests)
 
-    streams, newest = (POLICY,) if config.trainer.ema_decay is None else (POLICY, EMA), config.live_versions
+    newest = config.live_versions
     for version in range(newest + 1):
-        for stream in streams:
-            receiver.receive(header(stream, version), data, RING)
-    receiver.receive(header(streams[-1], newest), data, EVALUATION)
-    return newest, receiver.expect(header(streams[-1], newest))
+        receiver.receive(header(POLICY, version), data, RING)
+    receiver.receive(header(POLICY, newest), data, EVALUATION)
+    return newest, receiver.expect(header(POLICY, newest))
 
 
 def ticket_request(config: Config, version: int) -> RolloutRequest:
