@@ -28,7 +28,7 @@ from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.run.loop import run
 from async_flowrl.tickets.table import Shape, TicketTable
-from async_flowrl.training.messages import Manifest, StepPlan, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.parts import World, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from benchmarks.page import markdown_table
@@ -135,9 +135,9 @@ class AnsweringTrainer:
         self._parts += [(request.metas[part.group].group, part.part) for part in own]
         return Manifest(self._step, self._plan.update, self._plan.attempt, tuple(self._parts))
 
-    def add_up(self, request: TrainRequest, *trajectories: Any) -> Summed:
+    def add_up(self, request: TrainRequest, *trajectories: Any) -> int | None:
         self._begin(request)
-        return Summed(None, ())
+        return None
 
     def take_step(self) -> UpdateStats:
         return UpdateStats(self._step, self._plan.update, False, {"loss": 0.0})

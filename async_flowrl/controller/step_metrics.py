@@ -7,7 +7,7 @@ import numpy as np
 
 from async_flowrl.algorithms.diagnostics import sample_size, window_metrics
 from async_flowrl.tickets.table import Ticket
-from async_flowrl.training.messages import UpdateStats
+from async_flowrl.training.messages import PartStats, UpdateStats, row_means
 from async_flowrl.types import Scores
 
 
@@ -67,8 +67,12 @@ class StepStatistics:
     def _by_window(self) -> dict[str, float]:
         if not self.windowed:
             return {}
-        groups = [group for stats in self.updates for group in stats.groups]
-        return window_metrics((group.window_start, self.rewards[group.group], group.metrics) for group in groups)
+        parts: dict[int, list[PartStats]] = defaultdict(list)
+        for part in (part for stats in self.updates for part in stats.parts):
+            parts[part.group].append(part)
+        return window_metrics(
+            (of_group[0].window_start, self.rewards[group], row_means(of_group, 1)) for group, of_group in parts.items()
+        )
 
 
 def term_metrics(groups: Sequence[Scores]) -> dict[str, float]:

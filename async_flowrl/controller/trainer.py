@@ -8,8 +8,8 @@ base together, work side by side. A rank that dies ends the attempt: run/recover
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,6 @@ from async_flowrl.training.messages import (
     Layout,
     Manifest,
     StepPlan,
-    Summed,
     TrainRequest,
     UpdateStats,
     is_replayed,
@@ -48,16 +47,6 @@ from separation.supervise import deadline, together
 logger = logging.getLogger(__name__)
 
 Stepped = list[tuple[Worker, UpdateStats]]  # Each rank's statistics of the optimizer step.
-
-
-@dataclass
-class Sums:
-    """The parts in the gradient sums of all ranks, for one attempt at an optimizer step."""
-
-    step: int
-    plan: StepPlan
-    # Rank → the parts in its sum, as its last call reported them.
-    manifests: dict[int, Manifest] = field(default_factory=dict)
 
 
 def divisor(ctx: Context, groups: Sequence[TrainingGroup]) -> int | None:
@@ -105,6 +94,9 @@ class TrainerGroup:
             Replica(range(start, start + per_replica), ranks, self.weights.training, by_group) for start in starts
         ]
         self._attempts = 0  # Number of attempts at optimizer steps so far; it numbers them.
+        self._plan = StepPlan(rows=0)
+        # Rank → the parts in its sum of this attempt, as its last call reported them.
+        self._manifests: dict[int, Manifest] = {}
         self._freed = asyncio.Event()  # Set when a replica has answered all of its calls.
         # True if the KL of the next optimizer step is measured. The ranks say so in the statistics of each step; until
         # then it is True.
@@ -157,7 +149,7 @@ class TrainerGroup:
             batch += self._owned(ctx, all_groups[start : start + size])
         async with failing_as_one() as tasks:
             # Predicts with the weights at the start of the batch, on the ranks that train these groups later.
-            self._give(ctx, tasks, Sums(step, StepPlan(rows=0)), batch[size:], "update.proximal", most=1)
+            self._give(ctx, tasks, step, batch[size:], "update.proximal", most=1)
         return batch
 
     async def _taken(self, groups: Sequence[TrainingGroup]) -> AsyncIterator[Sequence[TrainingGroup]]:
@@ -227,20 +219,20 @@ class TrainerGroup:
     ) -> tuple[list[TrainingGroup], Stepped | int]:
         """Tries one optimizer step; returns its groups by number, and each rank's statistics or a larger exponent."""
         groups: list[TrainingGroup] = []
-        sums = Sums(step, StepPlan(rows=0))
         self._attempts += 1
+        self._plan, self._manifests = StepPlan(rows=0), {}
         for replica in self._replicas:
             replica.begun = False
         async with failing_as_one() as tasks:
             async for some in coming:
                 if not groups:
-                    sums.plan = self._plan(ctx, some[0], update, size)
+                    self._plan = self._planned(ctx, some[0], update, size)
                 groups += some
-                self._give(ctx, tasks, sums, some, "train")
+                self._give(ctx, tasks, step, some, "train")
         groups.sort(key=lambda group: group.number)
-        return groups, await self._finish(ctx, sums, groups)
+        return groups, await self._finish(ctx, step, groups)
 
-    async def _finish(self, ctx: Context, sums: Sums, groups: Sequence[TrainingGroup]) -> Stepped | int:
+    async def _finish(self, ctx: Context, step: int, groups: Sequence[TrainingGroup]) -> Stepped | int:
         """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
 
         Raises NotThePlan if a part is missing or is in two sums, and RuntimeError if the ranks' weights differ
@@ -248,22 +240,22 @@ class TrainerGroup:
         """
         for replica in self._replicas:
             self._book_state(ctx, replica, "busy")
-        workers, training, step, plan = self.workers.workers, self.weights.training, sums.step, sums.plan
+        workers, training, plan = self.workers.workers, self.weights.training, self._plan
         planned = {group.meta.group: len(group.meta.owners) for group in groups if group.meta is not None}
-        by_name: Mapping[str, Manifest] = {workers[rank].name: manifest for rank, manifest in sums.manifests.items()}
+        by_name = {workers[rank].name: manifest for rank, manifest in self._manifests.items()}
         check_plan(step, plan.update, plan.attempt, planned, by_name)
         rows, parts = divisor(ctx, groups), tuple(planned.items())
         base_request = TrainRequest(step, (), planned=parts, rows=rows, attempt=plan.attempt)
         requests = [
-            base_request if rank in sums.manifests else replace(base_request, begins=plan)
+            base_request if rank in self._manifests else replace(base_request, begins=plan)
             for rank in range(len(workers))
         ]
         # A rank that trains alone has the probe already.
         measured = [group for group in groups if group.meta and group.meta.parts and len(workers) > 1]
         probe = measured[0] if measured and self._measures else None
-        summed: list[Summed] = await with_probe(ctx, workers, probe, requests, training)
-        if (overflow := summed[0].overflow) is not None:
-            return overflow
+        overflows: list[int | None] = await with_probe(ctx, workers, probe, requests, training)
+        if overflows[0] is not None:
+            return overflows[0]
         async with training, deadline(ctx.placement.update_seconds(1), f"update: optimizer step of step {step}"):
             stepped: list[UpdateStats] = await together(*(worker.call("take_step") for worker in workers))
         did = list(zip(workers, stepped, strict=True))
@@ -272,12 +264,12 @@ class TrainerGroup:
             raise RuntimeError(f"step {step}: the trainer ranks have different weights after the same sum: {digests}")
         return did
 
-    def _plan(self, ctx: Context, group: TrainingGroup, update: int, groups: int) -> StepPlan:
+    def _planned(self, ctx: Context, group: TrainingGroup, update: int, groups: int) -> StepPlan:
         step = group.tickets[0].step
         request = ctx.requests.request(group.tickets[0])
         per_group = len(self._most_selected(ctx.config))
         rows = groups * per_group * len(request.train_steps)
-        return StepPlan(rows, update, self._attempts, probe=update == 0, replay=is_replayed(step))
+        return StepPlan(rows, update, self._attempts, replay=is_replayed(step))
 
     def _book(self, ctx: Context, results: Stepped) -> None:
         self._measures = results[0][1].measures_next
@@ -299,7 +291,7 @@ class TrainerGroup:
         self,
         ctx: Context,
         tasks: asyncio.TaskGroup,
-        sums: Sums,
+        step: int,
         groups: Sequence[TrainingGroup],
         method: str,
         *,
@@ -310,25 +302,25 @@ class TrainerGroup:
             for start in range(0, len(share), most):
                 ctx.placement.begin_training(replica.ranks)
                 replica.waiting += 1
-                tasks.create_task(self._call(ctx, index, sums, share[start : start + most], method))
+                tasks.create_task(self._call(ctx, index, step, share[start : start + most], method))
 
-    async def _call(self, ctx: Context, index: int, sums: Sums, groups: Sequence[TrainingGroup], method: str) -> None:
+    async def _call(self, ctx: Context, index: int, step: int, groups: Sequence[TrainingGroup], method: str) -> None:
         replica = self._replicas[index]
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"
         async with replica.lock:
             self._book_state(ctx, replica, "busy")
-            more = replica.waiting > 1 or bool(ctx.table.ready_groups(sums.step))
-            begins = sums.plan if trains and not replica.begun else None
+            more = replica.waiting > 1 or bool(ctx.table.ready_groups(step))
+            begins = self._plan if trains and not replica.begun else None
             replica.begun |= trains
-            request = TrainRequest(sums.step, metas, begins, more=more)
+            request = TrainRequest(step, metas, begins, more=more)
             try:
                 answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
             finally:
                 replica.waiting -= 1
             self._owners.computed(index, replica.samples(groups))
         if trains:
-            sums.manifests |= dict(zip(replica.ranks, answers, strict=True))
+            self._manifests |= dict(zip(replica.ranks, answers, strict=True))
         self._idle_since = now()
         if not replica.waiting:
             self._freed.set()

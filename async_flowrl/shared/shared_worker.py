@@ -22,7 +22,7 @@ from async_flowrl.rollout.rollout_worker import RolloutWorker, device
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.shared.turns import Turns
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.messages import Manifest, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, TrainRequest, UpdateStats
 from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.training.versions import PublishedStreams, Versions
 from async_flowrl.types import EmbeddingKey, RolloutRequest, Trajectory
@@ -120,7 +120,7 @@ class SharedTrainer(TrainerWorker):
     def _new_sender(self) -> PublishedStreams:
         return SharedStreams(self.config, self.policy, self.parameters, self.versions, self.lane)
 
-    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> int | None:
         self.waited = 0.0  # The step before may have been given up after it had waited.
         with self._counted(), self.lane.beside():
             return super().add_up(request, *trajectories)

@@ -1,13 +1,12 @@
 """Messages between the controller and a trainer rank: frozen, picklable and small; trajectories travel separately.
 
-A rank answers a TrainRequest with a Manifest; at the end of an optimizer step with UpdateStats, or with Summed if the
-step must begin again. A part is a micro-batch of a group's images (see parts.py).
+A rank answers a TrainRequest with a Manifest, and at the end of an optimizer step with UpdateStats. A part is a
+micro-batch of a group's images (see parts.py).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 
 from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.types import EncoderInput, Sampling, Span
@@ -51,13 +50,7 @@ class StepPlan:
     update: int = 0
     # Number that rises whenever an optimizer step begins, also again; sums of other attempts are not used.
     attempt: int = 0
-    # True: compare the recorded log-probs of one micro-batch with those of the trainer under the same weights.
-    probe: bool = True
-    replay: bool = True  # True: make that comparison also if it needs a forward pass that the loss does not need.
-
-    def probes(self, records: str) -> bool:
-        """Returns True if this step makes that comparison for an algorithm with `Algorithm.records` = `records`."""
-        return self.probe and self.update == 0 and records == "transitions"
+    replay: bool = True  # True: measure `behaviour_gap` also if it needs a forward pass that the loss does not need.
 
 
 @dataclass(frozen=True)
@@ -124,39 +117,18 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class GroupStats:
-    group: int
-    version: int
-    age: int
-    window_start: int  # Index of the first trained denoising step.
-    rows: int  # Number of trained rows.
-    metrics: Mapping[str, float]  # Means over these rows of the metrics of the algorithm's loss.
-
-
-@dataclass(frozen=True)
 class PartStats:
-    """Statistics of one part of a group, from the rank that trained it; other fields are as in GroupStats."""
+    """Statistics of one part of a group, from the rank that trained it."""
 
     group: int
     part: int
-    version: int
     age: int
-    window_start: int
-    rows: int
+    window_start: int  # Index of the first trained denoising step.
+    rows: int  # Number of trained rows.
     sums: Mapping[str, float]  # Sums over its rows of the metrics of the algorithm's loss.
     # Squared L2 norm of its gradient, before the division by the number of rows of the step. NaN where no rank has that
     # gradient (tune=full with shard=full); `gradient_snr` is left out then.
     squared: float
-
-
-@dataclass(frozen=True)
-class Summed:
-    """The answer after the sums of all ranks were added up; the weights are still unchanged."""
-
-    # None if the sum is valid. Otherwise the exponent (see exact.py) with which it may have overflowed: the optimizer
-    # step must begin again.
-    overflow: int | None
-    parts: tuple[PartStats, ...]  # Statistics of the parts that this rank has trained.
 
 
 @dataclass(frozen=True)
@@ -171,7 +143,6 @@ class UpdateStats:
     metrics: Mapping[str, float]
     # Staleness → (rows with nonzero advantage whose gradient was not cut, all rows with nonzero advantage); merged.
     kept: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    groups: tuple[GroupStats, ...] = ()  # Statistics per group; merged.
     spans: tuple[Span, ...] = ()  # Parts of the rank's time.
     parts: tuple[PartStats, ...] = ()  # Statistics of the parts that the rank trained; merged: of all parts.
     rows: int = 0  # `StepPlan.rows`.
@@ -206,9 +177,9 @@ def merged(ranks: Sequence[UpdateStats]) -> UpdateStats:
     if not parts:
         return first
     parts = _probed_once(parts)
-    metrics = {**_means(parts, first.rows), **first.metrics}
+    metrics = {**row_means(parts, first.rows), **first.metrics}
     metrics |= signal_to_noise([part.squared / first.rows**2 for part in parts], metrics["grad_norm"])
-    return replace(first, metrics=metrics, kept=_kept(parts), groups=_groups(parts), parts=tuple(parts))
+    return replace(first, metrics=metrics, kept=_kept(parts), parts=tuple(parts))
 
 
 def _probed_once(parts: Sequence[PartStats]) -> list[PartStats]:
@@ -231,20 +202,20 @@ def signal_to_noise(squares: Sequence[float], norm: float) -> dict[str, float]:
     return {"gradient_snr": norm * norm / noise - 1.0} if noise > 0.0 else {}
 
 
-def _means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
+def row_means(parts: Sequence[PartStats], denominator: int) -> dict[str, float]:
     """Returns means over all trained rows; only `loss` is its sum divided by `denominator`, as in training."""
-    means = {}
+    named = {}
     for name in sorted({name for part in parts for name in part.sums}):
         having = [part for part in parts if name in part.sums]
         total = sum(part.sums[name] for part in having)
         if name == "loss":
-            means["loss"] = total / denominator
+            named["loss"] = total / denominator
         elif name not in _COUNTS:
-            means[_NAMES.get(name, name)] = total / sum(part.rows for part in having)
+            named[_NAMES.get(name, name)] = total / sum(part.rows for part in having)
     for share, (some, of) in _SHARES.items():
         if rows := sum(part.sums.get(of, 0.0) for part in parts):
-            means[share] = sum(part.sums.get(some, 0.0) for part in parts) / rows
-    return means
+            named[share] = sum(part.sums.get(some, 0.0) for part in parts) / rows
+    return named
 
 
 def _kept(parts: Sequence[PartStats]) -> Mapping[int, tuple[int, int]]:
@@ -253,18 +224,3 @@ def _kept(parts: Sequence[PartStats]) -> Mapping[int, tuple[int, int]]:
         kept, nonzero = by_age.get(part.age, (0, 0))
         by_age[part.age] = kept + round(part.sums.get("kept", 0.0)), nonzero + round(part.sums.get("nonzero", 0.0))
     return by_age
-
-
-def _groups(parts: Sequence[PartStats]) -> tuple[GroupStats, ...]:
-    groups = []
-    for group, of_group in groupby(parts, key=lambda part: part.group):
-        its = list(of_group)
-        names = sorted({name for part in its for name in part.sums})
-        means = {
-            _NAMES.get(name, name): sum(part.sums.get(name, 0.0) for part in its)
-            / sum(part.rows for part in its if name in part.sums)
-            for name in names
-        }
-        rows = sum(part.rows for part in its)
-        groups.append(GroupStats(group, its[0].version, its[0].age, its[0].window_start, rows, means))
-    return tuple(groups)

@@ -6,7 +6,7 @@ than its share and one whole tensor.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,19 +29,6 @@ from async_flowrl.training.sharded import shard_trained
 from checkpoint_engine import base_digest
 
 
-@dataclass(frozen=True)
-class RankModel:
-    policy: Policy
-    trained: Mapping[str, nn.Parameter]  # Layout name → trained parameter.
-    # Layout name → dtype of the trained parameter before several ranks share it, which makes it float32.
-    dtypes: Mapping[str, torch.dtype]
-    world: World  # The ranks, with the number of them that hold one copy of the base together.
-    layout: str  # How the ranks hold the base, in words.
-    base_digest: str
-    schedules: str  # Digest of the noise levels of all image sizes.
-    base_parameters: int
-
-
 def load_model(
     config: Config,
     model: ResolvedModel,
@@ -50,9 +37,11 @@ def load_model(
     sizes: Sequence[Resolution],
     one_base: OneBase | None,
     world: World,
-) -> RankModel:
+) -> tuple[Policy, Mapping[str, torch.dtype], World, dict[str, Any]]:
     """Builds the model of one of the ranks of `world`, and reads its base weights.
 
+    Returns it, the dtypes of what is trained by layout name, as it is sent, the world with the number of ranks that
+    hold one copy of the base together, and what the rank reports of the base.
     `sizes`: of the trained images, for each of which the algorithm's schedule is checked. `one_base`: the base weights
     that the rollout worker of the same process has, too; None without such a worker. Raises ValueError if the model
     does not fit the configuration: its sizes, its schedule, its layers.
@@ -83,9 +72,8 @@ def load_model(
     world, layout = _lay_out(config, policy, trained_before, world, device)
     if world.joined and one_base is None:
         stream_base(policy.transformer, model, world, device=device, offload=trainer.cpu_offload)
-    # Read after `_lay_out`, which replaces the parameters of the base by other objects if there are several ranks.
-    trained = tuning.parameters(policy.transformer)
-    return RankModel(policy, trained, dtypes, world, layout, digest, schedules, count)
+    report = {"base_digest": digest, "schedules": schedules, "layout": layout, "base_parameters": count}
+    return policy, dtypes, world, report
 
 
 def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> str:

@@ -37,7 +37,7 @@ from async_flowrl.training.checkpoint import (
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import prefetch
-from async_flowrl.training.messages import Layout, Manifest, Summed, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Layout, Manifest, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import World
 from async_flowrl.training.rank_model import load_model
@@ -102,16 +102,19 @@ class TrainerWorker:
 
     def _load(self) -> dict[str, Any]:
         base, world = self._one_base, World.current()
-        loaded = load_model(self.config, self.model, device=self.device, sizes=self._sizes, one_base=base, world=world)
-        self.world, self.policy = loaded.world, loaded.policy
+        self.policy, dtypes, self.world, report = load_model(
+            self.config, self.model, device=self.device, sizes=self._sizes, one_base=base, world=world
+        )
+        tuning = tuning_of(self.config)
+        trained = tuning.parameters(self.policy.transformer)
         if self.world.by_group:
-            self.parameters = ShardedParameters(loaded.trained, self.policy.transformer, self.world, self.device)
+            self.parameters = ShardedParameters(trained, self.policy.transformer, self.world, self.device)
             self.saving = ShardSaving(self.world)
         else:
-            self.parameters = FlatParameters(loaded.trained, self.device)
+            self.parameters = FlatParameters(trained, self.device)
         prefetch(self.policy, self.config.trainer.prefetch)
         self.optimizer = Optimizer(self.config.trainer, self.parameters)
-        self.versions = Versions(self.config, self.parameters, loaded.dtypes)
+        self.versions = Versions(self.config, self.parameters, dtypes)
         if self._sends:
             self.sender = self._new_sender()
         made = UpdateInputs(
@@ -128,20 +131,15 @@ class TrainerWorker:
             turn=self._turn,
         )
         self.update = Update(made)
-        tuning = tuning_of(self.config)
         lora = None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha}
         self._state = RankState(made, self.model, self.versions, self.update, lora)
         self.snapshots = Snapshots(self._state, self.device)
         self.parameters.before_change = self.snapshots.wait
         peak = self.config.hardware.peak_tflops
-        return {
-            "base_digest": loaded.base_digest,
-            "schedules": loaded.schedules,
-            "layout": loaded.layout,
+        return report | {
             "ranks_per_replica": self.world.per_replica,
-            "base_parameters": loaded.base_parameters,
             "trainable_parameters": self.parameters.numel,
-            "trainable_tensors": len(loaded.trained),
+            "trainable_tensors": len(trained),
             "device": str(self.device),
             "peak_flops": device_peak() if peak is None else peak * 1e12,
         }
@@ -163,7 +161,7 @@ class TrainerWorker:
             self.update.accumulate(request.metas, *trajectories, tickets=request.tickets)
         return self.update.manifest
 
-    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> int | None:
         """Adds up the sums of all ranks, which wait for each other: the first phase; no weight changes."""
         if request.begins is not None:
             self.update.begin(request.step, request.begins)

@@ -30,7 +30,6 @@ from async_flowrl.training.messages import (
     Manifest,
     PartStats,
     StepPlan,
-    Summed,
     TrainRequest,
     UpdateStats,
 )
@@ -130,7 +129,7 @@ class Update:
             raise ValueError(f"step {step} has groups to train on, but its plan counts {self.plan.rows} rows")
         self._fetched += [trajectory.nbytes for trajectory in trajectories]
         probed = self._lower_than_all_before(metas)
-        probing = probed is not None and self.plan.probes(self._inputs.algorithm.records)
+        probing = probed is not None and self.plan.update == 0 and self._inputs.algorithm.records == "transitions"
         self._broken = True  # After an error, the sum may have only some of the parts, and the gradient half of one.
         for group, parts in self._mine(metas, trajectories, tickets):
             if group.meta.group == probed and self._inputs.world.size == 1:
@@ -193,9 +192,7 @@ class Update:
         meta, squared, largest = group.meta, values.pop(SQUARED, math.nan), values.pop(GRADIENT)
         self.sum.book(mark_of(step, self.plan.update, meta.group, part.part), largest)
         start = min(group.train_steps)
-        self._measured.parts.append(
-            PartStats(meta.group, part.part, meta.version, meta.age, start, rows, values, squared)
-        )
+        self._measured.parts.append(PartStats(meta.group, part.part, meta.age, start, rows, values, squared))
 
     def _begun(self, call: str) -> int:
         if self.under_way is None:
@@ -224,10 +221,11 @@ class Update:
                 account = account.plus(mark_of(step, self.plan.update, group, part))
         return account
 
-    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
-        """Adds up the sums of all ranks, which all must call it; `overflow` in the result: the step must begin again.
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> int | None:
+        """Adds up the sums of all ranks, which all must call it; no weight changes.
 
-        No weight changes. `trajectories` are those of the probe. Raises RuntimeError if a planned part is not in the
+        Returns None, or the exponent (exact.py) with which the sum may have overflowed; the step must then begin again.
+        `trajectories` are those of the probe. Raises RuntimeError if a planned part is not in the
         sum exactly once, and for a request of another attempt.
         """
         step, plan, measured = self._begun("add_up"), self.plan, self._measured
@@ -250,7 +248,7 @@ class Update:
         if overflow is not None:
             self._before = measured.spans
         self._summed = overflow is None
-        return Summed(overflow, tuple(measured.parts))
+        return overflow
 
     def take_step(self) -> UpdateStats:
         """Clips the mean of the summed gradients and takes the optimizer step, without waiting for other replicas.

@@ -147,7 +147,7 @@ def trained(
         step = next(steps)
         metas = tuple(meta(config, ticket) for ticket in tickets(config, step))
         worker.train(TrainRequest(step, metas, begins=plan), *trajectories)
-        if worker.add_up(TrainRequest(step, ())).overflow is None:
+        if worker.add_up(TrainRequest(step, ())) is None:
             spans.extend(worker.take_step().spans)
 
     return figures(update, rounds, before, spans)

@@ -26,7 +26,6 @@ from async_flowrl.training.messages import (
     GroupMeta,
     Manifest,
     StepPlan,
-    Summed,
     TrainRequest,
     UpdateStats,
 )
@@ -151,7 +150,7 @@ class ToyTrainer:
             self._contribution[-TAIL:] = torch.tensor(to_digits(self.sum.account))
         return self._contribution
 
-    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+    def add_up(self, request: TrainRequest, *trajectories: Trajectory) -> int | None:
         if request.begins is not None:
             self.begin(request.step, request.begins)
         assert request.attempt == self.plan.attempt
@@ -163,7 +162,7 @@ class ToyTrainer:
             marks = [mark_of(self.step, self.plan.update, group, part) for group, part in parts]
             planned = reduce(Account.plus, marks, Account())
             assert account.holds(planned), f"{account} is not {planned}"
-        return Summed(None, ())
+        return None
 
     def take_step(self) -> UpdateStats:
         account, before = self.account, self._copy()

@@ -159,7 +159,7 @@ def update(
 
 def finish(worker: TrainerWorker) -> UpdateStats:
     """Does the optimizer step on the accumulated gradients and returns its statistics."""
-    assert worker.add_up(TrainRequest(0, ())).overflow is None
+    assert worker.add_up(TrainRequest(0, ())) is None
     return merged([worker.take_step()])
 
 

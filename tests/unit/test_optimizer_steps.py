@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.training.messages import Summed, TrainRequest
+from async_flowrl.training.messages import TrainRequest
 from async_flowrl.types import Prompt, Scores, Trajectory
 from tests.support.run_checks import STEPS
 from tests.support.toy import calm_run, toy_config, virtual
@@ -42,7 +42,7 @@ def test_groups_without_spread_can_be_dropped_with_their_kl(
     divisors: dict[int, int | None] = {}
     add_up, score = ToyTrainer.add_up, ToyReward.score
 
-    def counting(trainer: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> Summed:
+    def counting(trainer: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> int | None:
         divisors[request.step] = request.rows
         return add_up(trainer, request, *trajectories)
 
@@ -86,10 +86,10 @@ def test_an_optimizer_step_whose_sum_overflows_is_made_again(
     config = toy_config(1, hand_over=hand_over, trainer__updates_per_batch=updates)
     calm, add_up, refused = calm_run(config, SHAKEN), ToyTrainer.add_up, []
 
-    def overflowing(trainer: ToyTrainer, request: TrainRequest) -> Summed:
+    def overflowing(trainer: ToyTrainer, request: TrainRequest) -> int | None:
         if trainer.step == 2 and trainer.plan.update == updates - 1 and len(refused) < 2:
             refused.append(trainer.sum.account.count)
-            return Summed(-50, ())
+            return -50
         return add_up(trainer, request)
 
     monkeypatch.setattr(ToyTrainer, "add_up", overflowing)

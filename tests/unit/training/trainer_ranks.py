@@ -50,7 +50,6 @@ def _measured(by_rank: list[Outcome]) -> list[Outcome]:
     whole = {
         "metrics": [s.metrics for s in stats],
         "kept": [s.kept for s in stats],
-        "groups": [s.groups for s in stats],
     }
     return [outcome | whole for outcome in by_rank]
 
@@ -130,5 +129,5 @@ def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.
             request = TrainRequest(step, tuple(meta for meta, _ in call))
             worker.train(*_for_rank(worker, request, [t for _, own in call for t in own]))
         end = TrainRequest(step, (), planned=planned, probe=lowest, probe_tickets=first)
-        if worker.add_up(end, *[its_tickets[place] for place in first]).overflow is None:
+        if worker.add_up(end, *[its_tickets[place] for place in first]) is None:
             return worker.take_step()
