@@ -6,7 +6,9 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,15 @@ def code_of(packages: Sequence[str]) -> dict[str, str]:
             digest.update(f"{name}\0".encode() + hashlib.sha256(files[name].read_bytes()).digest())
         digests[package] = digest.hexdigest()[:12] if files else "none"
     return digests
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Returns package → its version here, or `none` if it is not installed."""
+    versions = dict.fromkeys(packages, "none")
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def compare_code(here: Mapping[str, str], remote: Mapping[str, str], *, node: str, worker: str) -> None:

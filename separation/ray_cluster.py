@@ -282,6 +282,28 @@ async def _created(group: PlacementGroup) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
+def wait_for_nodes(address: str, count: int, seconds: float) -> int:
+    """Returns the number of nodes of the cluster at `address`: as soon as there are `count`, or after `seconds`.
+
+    Raises as RayConnection if no cluster answers there until then.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            connection = RayConnection([], address)
+            break
+        except (ResourcesMissing, ConnectionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(_POLL_SECONDS)
+    try:
+        while (found := len(living_resources())) < count and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        return found
+    finally:
+        connection.close()
+
+
 def living_resources() -> list[Resources]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 

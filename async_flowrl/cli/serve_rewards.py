@@ -21,9 +21,10 @@ PACKAGES = ("fastapi", "uvicorn", "python_multipart")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        return refuse(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
+    try:
+        check_packages()
+    except ValueError as error:
+        return refuse(error)
     from async_flowrl.cli import reward_server as server
 
     parser = argparse.ArgumentParser(
@@ -41,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return server.serve(scorer(config), options, ", ".join(config.terms))
     except (ConfigError, server.ServeError, ValueError) as error:
         return refuse(error)
+
+
+def check_packages() -> None:
+    """Raises ValueError, with what to install, if a package is missing."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
 
 
 def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequence[object]]]:

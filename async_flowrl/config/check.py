@@ -248,6 +248,7 @@ def all_keys(schema: type[Any] = Config, prefix: str = "") -> Iterator[str]:
 REMOVED: Mapping[str, str] = {
     "debug": "tests and benchmarks give a run other worker classes (benchmarks/disturbed.py)",
     "limits.successors": "all trainer ranks are started again when one dies; limits.recoveries says how often",
+    "preflight": "a run checks its nodes before it loads models, and so does async-flowrl doctor",
     "*reward.terms.*.serve.hung_calls": "a server hangs if its health path gives no 200 for serve.hung_seconds",
     "*reward.terms.*.serve.requirements": "begin command with uv run --isolated --no-project --with-requirements FILE",
 }

@@ -707,8 +707,6 @@ class Config:
     processes certainly need than the node's memory."""
     dry_run: bool = setting(False, changes=NOTHING)
     """Compose and check the configuration, print the plan, and stop."""
-    preflight: bool = setting(False, changes=NOTHING)
-    """First check every node as `async-flowrl doctor` does, and start nothing if a check fails."""
     console: str = setting("auto", choices=("auto", "bar", "lines", "quiet"), changes=NOTHING)
     """Output of the run on stdout. bar: a progress bar. lines: one plain line per step. quiet: only warnings, errors
     and the reason of an early end. auto: bar on a terminal, else lines."""

@@ -4,10 +4,11 @@ Counted are the bytes of tensors that last, by the headers of the model's files,
 models of rewards.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from shutil import disk_usage
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.placement import placement_of
@@ -22,18 +23,13 @@ from async_flowrl.memory.footprints import (
     snapshot_bytes,
     trainer_footprint,
 )
-from async_flowrl.memory.model_sizes import Sizes, stored_sizes
-from async_flowrl.policies.registry import DTYPES
-from async_flowrl.policies.stored import StoredElements
+from async_flowrl.memory.model_sizes import Sizes
 from separation.node import NodeMemory
 
-logger = logging.getLogger(__name__)
-
-# Host memory of a process without its model: Python, torch and diffusers; `ps` shows 530 to 710 MB on a CPU.
-PROCESS_BYTES = 700_000_000
+FOLDER_BYTES = 200_000_000  # Size of a run directory without checkpoints: logs, metrics, images, report.
 # Most copies of a LoRA's state at a time: on its first rank two that are retained, one as files, and one part after the
-# other that is made contiguous for them (training/checkpoint.py); on the controller two, and one that comes.
-KEPT_BY_RANK, KEPT_BY_CONTROLLER = 4, 3
+# other that is made contiguous for them (training/checkpoint.py).
+KEPT_BY_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -41,15 +37,6 @@ class NodeProcesses:
     address: str
     memory: NodeMemory
     workers: Mapping[str, tuple[int, ...]]  # Pool → indices of its workers there.
-
-
-@dataclass(frozen=True)
-class Hosts:
-    nodes: tuple[NodeProcesses, ...]
-    stored: StoredElements
-    # Pool → bytes of memory of its smallest device. Pools without GPUs are missing, and rollout workers of vllm_omni,
-    # which plan their devices themselves.
-    devices: Mapping[str, int]
 
 
 def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True) -> int:
@@ -87,42 +74,41 @@ def copied_bytes(config: Config, model: Sizes) -> int:
     return snapshot_bytes(config, model) * (KEPT_BY_RANK if config.keeps_state else 1)
 
 
-def check_hosts(config: Config, hosts: Hosts) -> list[str]:
-    """Returns a warning for each node with less free memory than its processes will take.
+def check_hosts(config: Config, model: Sizes, nodes: Iterable[NodeProcesses], on_gpus: Container[str]) -> Iterator[str]:
+    """Yields a warning for each node with less free memory than its processes will take; `on_gpus`: `host_needs`.
 
-    Raises ConfigError for a node without so much memory and swap space, unless `allow_oom` is set. Any other failure
-    becomes a warning, because the run may still succeed.
+    Raises ConfigError for a node without so much memory and swap space, unless `allow_oom` is set.
     """
-    try:
-        return [sentence for node in hosts.nodes if (sentence := compared(config, hosts, node)) is not None]
-    except ConfigError:
-        raise
-    except Exception as error:
-        logger.info("no plan of the nodes' memory", exc_info=True)
-        return [f"the nodes' memory was not compared with a plan: {error}"]
+    for node in nodes:
+        needs = list(host_needs(config, model, node.workers, on_gpus))
+        memory, need = node.memory, sum(size for _, size in needs)
+        refused = need > memory.total + memory.swap
+        if not refused and need <= memory.free:
+            continue
+        has = memory.total + memory.swap if refused else memory.free
+        rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs)
+        listed = "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
+        sentence = (
+            f"node {node.address} has {has / GIB:.3g} GiB of memory {'and swap space' if refused else 'free'}, and the "
+            f"processes of this run on it need at least {need / GIB:.3g}: {listed}; fewer workers on a node, or "
+            "max_staleness=0, need less"
+        )
+        if refused and not config.allow_oom:
+            raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
+        yield sentence
 
 
-def compared(config: Config, hosts: Hosts, node: NodeProcesses) -> str | None:
-    model = stored_sizes(config, hosts.stored, DTYPES[config.model.dtype].itemsize)
-    needs = list(host_needs(config, model, node.workers, hosts.devices))
-    memory, need = node.memory, sum(size for _, size in needs)
-    refused = need > memory.total + memory.swap
-    if not refused and need <= memory.free:
-        return None
-    has = memory.total + memory.swap if refused else memory.free
-    sentence = (
-        f"node {node.address} has {has / GIB:.3g} GiB of memory {'and swap space' if refused else 'free'}, and the "
-        f"processes of this run on it need at least {need / GIB:.3g}: {listed(needs)}; fewer workers on a node, or "
-        "max_staleness=0, need less"
-    )
-    if refused and not config.allow_oom:
-        raise ConfigError(f"{sentence}; allow_oom=true tries anyway")
-    return sentence
-
-
-def listed(needs: Iterable[tuple[str, int]]) -> str:
-    rows = Counter(f"{title} {size / GIB:.3g}" for title, size in needs)
-    return "; ".join(row if count == 1 else f"{count} × {row}" for row, count in rows.items())
+def check_disk(config: Config, model: Sizes, folder: Path) -> Iterator[str]:
+    """Yields a warning if the disk of the run directory has no room for its checkpoints and weights."""
+    # It holds the kept checkpoints, one more being written, a best one, and the weights of both.
+    best, free = config.save.best is not None, disk_usage(folder).free
+    checkpoints = (config.save.keep + 1 + best) * snapshot_bytes(config, model) * copying_ranks(config)
+    need = FOLDER_BYTES + (1 + best) * model.version_bytes + checkpoints
+    if need > free:
+        yield (
+            f"the disk of {folder} has {free / GIB:.3g} GiB free, and checkpoints, weights and logs need about "
+            f"{need / GIB:.3g}: free some, or lower save.keep"
+        )
 
 
 def host_needs(

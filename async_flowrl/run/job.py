@@ -15,6 +15,7 @@ from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER
+from async_flowrl.controller.admission import download_model, loaders
 from async_flowrl.controller.resume import Resume, check_model, find_resume, inputs_of, warn_of_differences
 from async_flowrl.controller.reward_servers import ServerLost, serving
 from async_flowrl.controller.score_log import forget_scores
@@ -31,16 +32,14 @@ from async_flowrl.run.describe import dry_run_lines, first_lines
 from async_flowrl.run.finish import Ending, after_failure, conclude, finish
 from async_flowrl.run.launch import (
     check_machine,
+    check_pools,
     check_stored,
-    choose_transport,
-    compare_devices,
     encode_negatives,
-    lay_out,
     load_pools,
     open_cluster,
     send_negatives,
 )
-from async_flowrl.run.nodes import ready_nodes
+from async_flowrl.run.nodes import check_memory
 from async_flowrl.run.precheck import CheckedConfig
 from async_flowrl.run.prepare import OUR_OWN, Prepared, Workers, doubts_of, prepare
 from async_flowrl.run.recovery import Ledgers, Run, restore, train_with_recovery, with_unevaluated
@@ -67,8 +66,8 @@ def run(
     with ExitStack() as last:
         last.callback(end_log, directory.logs)
         try:
-            prepared = replace(prepare(config, whole=config.dry_run or config.preflight), workers=workers)
-            warnings = machine_warnings(prepared)
+            prepared = replace(prepare(config, whole=config.dry_run), workers=workers)
+            check_machine(prepared)
             if config.resume != "never" and not config.dry_run and directory.logs.is_dir():
                 log_to(directory.logs / "controller.log")  # find_resume logs a warning for each damaged checkpoint
             # This comes before the first write to the run directory, so a refused run leaves the directory unchanged.
@@ -85,7 +84,7 @@ def run(
         logger.info(ATTEMPT)
         say(first_lines(prepared, directory.root, resume))
         ending = Ending(prepared, directory, StopRequest(), hydra_record)
-        for sentence in (*warnings, *doubts_of(prepared)):
+        for sentence in doubts_of(prepared):
             logger.warning("%s", sentence)
         try:
             with closing(open_display(prepared.config)) as display:
@@ -93,13 +92,9 @@ def run(
         except KeyboardInterrupt:
             after_failure(ending)
             return refuse("interrupted", exit_codes.INTERRUPTED)
-        except StoreTooSmall as error:
-            return refuse(f"{error}: {stored(config)}", exit_codes.CONFIG)
-        except (ConfigError, ResourcesMissing, OtherCode) as error:
-            return refuse(error, exit_codes.CONFIG)
         except Exception as error:
             logger.exception("the run failed")
-            if (refusal := refused(error)) is not None:
+            if (refusal := refused(error, config)) is not None:
                 return refuse(refusal, exit_codes.CONFIG)
             after_failure(ending)
             return refuse(
@@ -107,16 +102,6 @@ def run(
             )
         finally:
             directory.release()
-
-
-def machine_warnings(prepared: Prepared) -> list[str]:
-    """Checks this machine, with `preflight=true` all of the run's machines; returns warnings. Raises ConfigError."""
-    if not prepared.config.preflight:
-        check_machine(prepared)
-        return []
-    from async_flowrl.run.preflight import preflight
-
-    return preflight(prepared)
 
 
 async def train(ending: Ending, resume: Resume, display: Display) -> int:
@@ -154,12 +139,12 @@ async def train_until(ending: Ending, resume: Resume, display: Display) -> dict[
     with time_limited(stop, prepared.config.time_limit), ExitStack() as last:
         async with open_cluster(prepared, directory.logs) as groups, serving(prepared.config, groups) as servers:
             trainers = TrainerGroup(groups[TRAINER], prepared.algorithm)
-            prepared, memory = await lay_out(prepared, groups, trainers)
+            prepared, devices, transport = await check_pools(prepared, groups, trainers)
             config = prepared.config
-            await compare_devices(config, memory)
             display.phase("loading the models")
-            transport = await choose_transport(config, groups[TRAINER].workers[0])
-            await ready_nodes(prepared, groups, memory)
+            everyone = loaders(groups[ROLLOUT].workers, groups[TRAINER].workers)
+            await download_model(prepared.model, everyone, seconds=config.deadlines.download)
+            await check_memory(prepared, groups, devices, directory.root)
             info = await load_pools(config, groups, trainers)
             check_stored(prepared, info["trainable_parameters"])
             transport = trainers.weights.transport(config, transport)
@@ -243,7 +228,12 @@ def stored(config: Config) -> str:
     return f"{what}; use {fewer}, or a Ray cluster with a larger store"
 
 
-def refused(error: BaseException) -> str | None:
+def refused(error: Exception, config: Config) -> str | None:
+    """Returns the sentence if the error means that the run cannot start as it is configured; None for a failure."""
+    if isinstance(error, StoreTooSmall):
+        return f"{error}: {stored(config)}"
+    if isinstance(error, ConfigError | ResourcesMissing | OtherCode):
+        return str(error)
     # An example is a LoRA for layers that do not exist.
     cause = leaves(error)[0]
     loading = isinstance(cause, WorkerFailed) and cause.method in ("load", "restore") and cause.kind == "ValueError"

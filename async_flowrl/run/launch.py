@@ -33,10 +33,11 @@ from separation.group import Worker, WorkerFailed, WorkerGroup
 from separation.processes import ctrl_c_ignored
 from separation.rendezvous import join_process_group
 from separation.resources import ResourcesMissing, check_fits, own_cluster, reserve
-from separation.supervise import deadline
+from separation.supervise import deadline, together
 
 # Negative prompt → its embeddings, as the model family's network takes them.
 Negatives = dict[EncoderInput, Conditioning]
+TRANSPORT = "checkpoint_engine.transports:transport_here"  # What workers run to say which transport works there.
 DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nvidia0, nvidia1, …
 
 
@@ -58,7 +59,7 @@ def check_machine(prepared: Prepared) -> None:
         try:
             resolve_transport(config.checkpoint_engine.transport, "cuda" if gpus_here() else "cpu")
         except ValueError as error:
-            raise refusal(str(error)) from error
+            raise ConfigError(f"checkpoint_engine.transport: {error}") from error
 
 
 def check_fits_here(config: Config) -> None:
@@ -159,33 +160,46 @@ async def send_negatives(trainers: TrainerGroup, negatives: Negatives) -> None:
         await trainers.all("update.set_negatives", negatives)
 
 
-async def choose_transport(config: Config, sender: Worker) -> str:
-    """Returns the run's transport; the trainer's rank `sender` resolves `auto`. ConfigError if it cannot work there."""
-    # A rank is asked, because the controller itself may have neither a GPU nor a torch with CUDA.
-    configured = config.checkpoint_engine.transport
-    if configured == AUTO and nccl_obstacle(config):
-        return OBJECT_STORE
-    try:
-        async with deadline(config.deadlines.load, f"load: choice of the transport on {sender.name}"):
-            transport: str = await sender.call("checkpoint_engine.transports:transport_here", configured)
-    except WorkerFailed as error:
-        if error.kind != ValueError.__name__:
-            raise
-        raise refusal(error.message) from error
-    return transport
-
-
-def refusal(reason: str) -> ConfigError:
-    return ConfigError(f"checkpoint_engine.transport: {reason}")
-
-
 logger = logging.getLogger(__name__)
 
 
-async def compare_devices(config: Config, memory: Mapping[str, int]) -> None:
+async def check_pools(
+    prepared: Prepared, groups: Mapping[str, WorkerGroup], trainers: TrainerGroup
+) -> tuple[Prepared, dict[str, int], str]:
+    """Makes the checks that need workers and no models; returns as `lay_out`, and the transport. ConfigError."""
+    prepared, memory = await lay_out(prepared, groups, trainers)
     if memory:
-        for sentence in await asyncio.to_thread(check_devices, config, memory):
+        for sentence in await asyncio.to_thread(check_devices, prepared.config, memory):
             logger.warning("%s", sentence)
+    return prepared, memory, await choose_transport(prepared.config, trainers.first, groups[ROLLOUT].workers)
+
+
+async def choose_transport(config: Config, sender: Worker, rollouts: Sequence[Worker]) -> str:
+    """Returns the run's transport; the trainer's rank `sender` resolves `auto`.
+
+    Raises ConfigError, with the worker, for one that lacks what the transport or the engine needs.
+    """
+    # Workers are asked, because the controller itself may have neither a GPU nor a torch with CUDA.
+    configured = config.checkpoint_engine.transport
+    if configured == AUTO and nccl_obstacle(config):
+        configured = OBJECT_STORE
+    async with deadline(config.deadlines.load, "load: software of the workers"):
+        if config.rollout.engine == "vllm_omni":
+            await together(*(ask(worker, f"{check_installed.__module__}:check_installed") for worker in rollouts))
+        if configured == OBJECT_STORE:
+            return OBJECT_STORE
+        asked = [sender, *(rollouts if configured in (NCCL, PYNCCL) else ())]
+        answers = await together(*(ask(worker, TRANSPORT, configured) for worker in asked))
+    return str(answers[0])
+
+
+async def ask(worker: Worker, method: str, *args: str) -> Any:
+    try:
+        return await worker.call(method, *args)
+    except WorkerFailed as error:
+        if error.kind != ValueError.__name__:
+            raise
+        raise ConfigError(f"{worker.name} on node {worker.node}: {error.message}") from error
 
 
 async def lay_out(

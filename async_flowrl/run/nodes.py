@@ -1,6 +1,5 @@
 """Checks of a run on several nodes before any model is loaded: who is where, who sees the run directory, and memory."""
 
-import asyncio
 import logging
 import secrets
 from collections import Counter
@@ -12,9 +11,10 @@ from typing import Any
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import Config
 from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER
-from async_flowrl.controller.admission import download_model, loaders, model_of
-from async_flowrl.memory.host import Hosts, NodeProcesses, check_hosts
+from async_flowrl.memory.host import NodeProcesses, check_disk, check_hosts
+from async_flowrl.memory.model_sizes import stored_sizes
 from async_flowrl.observability.terminal import named_lines, say
+from async_flowrl.policies.registry import DTYPES
 from async_flowrl.run.prepare import Prepared
 from separation.group import PoolSpec, Worker, WorkerFailed, WorkerGroup
 from separation.node import NodeMemory
@@ -23,6 +23,8 @@ from separation.supervise import deadline, together
 logger = logging.getLogger(__name__)
 
 OUR_CODE = ("async_flowrl", "separation", "checkpoint_engine")  # Packages whose code must be the same on every node.
+# Packages whose versions affect results bit for bit, or the communication between nodes.
+LIBRARIES = ("torch", "ray", "diffusers", "transformers", "peft", "numpy")
 LABEL_CHARACTERS = 10  # Width of the label before each line, in characters.
 
 
@@ -36,7 +38,7 @@ async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folde
         if config.console != "quiet":
             rows = [("" if index else "nodes", f"{node}: {names}") for index, (node, names) in enumerate(table.items())]
             say(named_lines(rows, LABEL_CHARACTERS))
-    await check_run_directory(config, groups, folder)
+    await compare_nodes(config, groups, folder)
 
 
 def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
@@ -48,18 +50,28 @@ def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
     return {node: ", ".join(f"{count} × {pool}" for pool, count in pools.items()) for node, pools in by_node.items()}
 
 
-async def check_run_directory(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
-    """Has one worker of every node look for a file in the run directory. ConfigError if a rank does not see it."""
+async def compare_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
+    """Has one worker of every node look for a file in the run directory. ConfigError if a rank does not see it.
+
+    Libraries that differ between the nodes are a warning.
+    """
     # Trainer ranks write and read checkpoints there, other workers only their logs.
     one_each: dict[str, tuple[Worker, str]] = {}
     for group in sorted(groups.values(), key=lambda group: group.spec.name != TRAINER):
         for worker in group.workers:
-            one_each.setdefault(worker.node, (worker, "control" if "control" in group.spec.lanes else "main"))
+            one_each.setdefault(worker.node, (worker, quick_lane(group.spec)))
     with marked(folder) as (path, text):
         async with deadline(config.deadlines.load, "load: whether all nodes see the run directory"):
-            sight = "separation.node:sees"
-            calls = (worker.call(sight, path, text, lane=lane) for worker, lane in one_each.values())
+            calls = (worker.call(SIGHT, path, text, lane=lane) for worker, lane in one_each.values())
             answers = await together(*calls)
+            versions = await together(
+                *(worker.call(VERSIONS, LIBRARIES, lane=lane) for worker, lane in one_each.values())
+            )
+    for name in LIBRARIES:
+        found = {node: there[name] for node, there in zip(one_each, versions, strict=True)}
+        if len(set(found.values())) > 1:
+            where = ", ".join(f"{version} on {node}" for node, version in found.items())
+            logger.warning("%s differs between nodes, and so may weights: %s", name, where)
     blind = [worker for (worker, _), sees in zip(one_each.values(), answers, strict=True) if not sees]
     for worker in blind:
         if worker.pool == TRAINER:
@@ -84,40 +96,36 @@ def marked(folder: Path) -> Iterator[tuple[str, str]]:
         mark.unlink(missing_ok=True)
 
 
-# Functions that workers run: the elements of the model's files, and the memory of their node.
+# Functions that workers run: on a file, on versions, on the elements of the model's files, on the memory of their node.
+SIGHT, VERSIONS = "separation.node:sees", "separation.node:versions_of"
 ELEMENTS, MEMORY = "async_flowrl.policies.stored:stored_elements", "separation.node:node_memory"
 LOOK_SECONDS = 20.0  # Time after which a run goes on without the check; the answers take milliseconds.
 # Lanes on which no call takes long; `main` of a reward server is taken while the server starts.
 QUICK_LANES = ("control", "stop")
 
 
-async def ready_nodes(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> None:
-    """Downloads the model's files to every node whose workers load them, and compares the nodes' memory with the plan.
+async def check_memory(
+    prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int], folder: Path
+) -> None:
+    """Compares the nodes' memory, and the disk of the run directory `folder`, with the plan.
 
-    Raises ConfigError if a node is too small, and the errors of the download.
+    Raises ConfigError if a node is too small. Any other failure becomes a warning, because the run may still succeed.
     """
-    everyone = loaders(groups[ROLLOUT].workers, groups[TRAINER].workers)
-    await download_model(model_of(groups[ROLLOUT]), everyone, seconds=prepared.config.deadlines.download)
-    if (hosts := await look(prepared, groups, devices)) is None:
-        return
-    for sentence in await asyncio.to_thread(check_hosts, prepared.config, hosts):
-        logger.warning("%s", sentence)
-
-
-async def look(prepared: Prepared, groups: Mapping[str, WorkerGroup], devices: Mapping[str, int]) -> Hosts | None:
     # A worker that is dead or hangs is not dealt with here: the next call to it does that.
-    model, reader = prepared.model, groups[ROLLOUT].workers[0]
+    config, model, reader = prepared.config, prepared.model, groups[ROLLOUT].workers[0]
     if model.random:  # Nothing is read from files.
-        return None
+        return
     try:
         async with deadline(LOOK_SECONDS, "looking at the memory of the nodes"):
             answers: list[Any] = await together(reader.call(ELEMENTS, model.path, model.revision), look_at(groups))
+        sizes = stored_sizes(config, answers[0], DTYPES[model.dtype].itemsize)
+        for sentence in (*check_hosts(config, sizes, answers[1], devices), *check_disk(config, sizes, folder)):
+            logger.warning("%s", sentence)
+    except ConfigError:
+        raise
     except Exception as error:
         why = error.message if isinstance(error, WorkerFailed) else f"{type(error).__name__}: {error}"
-        logger.info("the nodes' memory is not compared with a plan: %s", why, exc_info=True)
-        return None
-    stored, nodes = answers
-    return Hosts(nodes, stored, devices)
+        logger.warning("the nodes' memory is not compared with a plan: %s", why)
 
 
 async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...]:

@@ -6,7 +6,9 @@ the network with its LoRA, AdamW, and the exact sum of gradients.
 
 import gc
 import multiprocessing
+import os
 import resource
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -17,13 +19,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from async_flowrl.cli.doctor import software
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import DTYPES, load_policy, resolve_model
-from async_flowrl.run import features
-from async_flowrl.run.machines import FactsRequest, facts
 from async_flowrl.seeds import derive, generator
 from async_flowrl.tickets.request import sampling
 from async_flowrl.training.flat import FlatParameters
@@ -31,6 +32,7 @@ from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.types import ByteArray
 from benchmarks.gpu_first_hour.sizes import HEAD_DIM, Sizes, one_block, sizes_here
 from benchmarks.gpu_first_hour.task import Task
+from separation.node import free_memory
 from separation.ray_internals import gpus_here
 
 ROWS, TEXT_TOKENS = 4, 128
@@ -41,10 +43,10 @@ Work = Callable[[], Sequence[Tensor]]
 
 def kernels(task: Task) -> None:
     """Says versions and machine, then for each kind of work whether its bits repeat. A refused kernel is not ok."""
-    here, locked = facts(FactsRequest()), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    machine = {name: here[name] for name in ("cores", "memory", "shm", "gpus")} | {"locked_memory": locked}
-    seen = {"torch": torch.cuda.device_count(), "ray": gpus_here()}
-    task.say("machine", software=features.software(), machine=machine, cards=seen)
+    machine = {"cores": os.cpu_count(), "memory": free_memory(), "shm": shutil.disk_usage("/dev/shm").free}
+    machine["locked_memory"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    seen = {"torch": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())], "ray": gpus_here()}
+    task.say("machine", software=software(), machine=machine, cards=seen)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
         elsewhere = other.submit(all_digests, task.work, 1)
         twice = all_digests(task.work, 2)

@@ -75,7 +75,6 @@ def test_the_command_of_the_job_composes(tmp_path: Path, monkeypatch: pytest.Mon
     use_published_models(tmp_path / "hub", monkeypatch)
     monkeypatch.chdir(tmp_path)
     changed = [f"output_dir={tmp_path}/run" if word.startswith("output_dir=") else word for word in words]
-    changed = [word for word in changed if word != "preflight=true"]
     monkeypatch.setattr("sys.argv", ["async-flowrl", *changed, "dry_run=true"])
     out = io.StringIO()
     with redirect_stdout(out):

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.launch import choose_transport
 from checkpoint_engine.transports import transport_here
@@ -18,6 +19,7 @@ class Sender:
 
     answer: str | WorkerFailed = ""
     name: str = "trainer-0"
+    node: str = "10.0.0.1"
     asked: list[tuple[Any, ...]] = field(default_factory=list)
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> str:
@@ -27,8 +29,8 @@ class Sender:
         return self.answer
 
 
-def choose(sender: Sender, *overrides: str) -> str:
-    return asyncio.run(choose_transport(compose_config(overrides=list(overrides)), cast("Worker", sender)))
+def choose(sender: Sender, *overrides: str, rollouts: Any = ()) -> str:
+    return asyncio.run(choose_transport(compose_config(overrides=list(overrides)), cast("Worker", sender), rollouts))
 
 
 def test_the_trainer_is_asked_whatever_the_controller_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +46,13 @@ def test_auto_is_the_object_store_where_workers_share_a_device() -> None:
     shared = ("trainer.gpus_per_worker=0.5", "rollout.gpus_per_worker=0.5")
     assert choose(sender, "checkpoint_engine.transport=auto", *shared) == "object_store"
     assert sender.asked == []
+
+
+@pytest.mark.parametrize("setting", ["checkpoint_engine.transport=pynccl", "rollout.engine=vllm_omni"])
+def test_a_worker_that_lacks_a_package_is_named(setting: str) -> None:
+    lacking = Sender(WorkerFailed("rollout-1", "asked", "ValueError", "no package", ""), "rollout-1", "10.0.0.2")
+    with pytest.raises(ConfigError, match=r"rollout-1 on node 10\.0\.0\.2: no package"):
+        choose(Sender("pynccl"), setting, rollouts=[Sender(), lacking])
 
 
 def test_here_is_this_processs_device(monkeypatch: pytest.MonkeyPatch) -> None:

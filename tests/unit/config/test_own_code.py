@@ -11,8 +11,6 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.own_code import import_named
 from async_flowrl.controller.resume import reward_sources
 from async_flowrl.rewards.registry import check_rewards
-from async_flowrl.run.machines import importable
-from async_flowrl.run.preflight import modules_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,7 +35,6 @@ def test_a_file_is_found_from_another_folder_with_what_lies_beside_it(
     monkeypatch.chdir("/")
     assert config.reward.terms["r"].name == f"{folder}/own_file.py:redness"
     assert not check_rewards(config.reward) and reward_sources(config.reward.terms).keys() == {"r"}
-    assert modules_of(config) == [f"{folder}/own_file.py"] and importable(modules_of(config)[0])
     named = import_named("key", f"{folder}/own_file.py:redness")
     assert named is import_named("key", f"{folder}/elsewhere/../own_file.py:redness")
 

@@ -1,6 +1,8 @@
 """Tests of the host memory of a run's processes and its comparison with made-up nodes."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,8 +12,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import host_bytes, ring_bytes
 from async_flowrl.memory.host import (
     KEPT_BY_RANK,
-    Hosts,
     NodeProcesses,
+    check_disk,
     check_hosts,
     copied_bytes,
     host_needs,
@@ -48,12 +50,12 @@ def node(total: float, free: float | None = None, **workers: tuple[int, ...]) ->
     return NodeProcesses("10.0.0.1", memory, there)
 
 
-def on(*nodes: NodeProcesses, gpus: bool = True) -> Hosts:
-    return Hosts(nodes, STORED, {"trainer": 80 * GIB, "rollout": 80 * GIB} if gpus else {})
+def warnings(given: Config, *nodes: NodeProcesses) -> list[str]:
+    return [*check_hosts(given, sizes(given), nodes, ("trainer", "rollout"))]
 
 
 def needed(given: Config, of: NodeProcesses, *, gpus: bool = True) -> list[int]:
-    return [size for _, size in host_needs(given, sizes(given), of.workers, on(gpus=gpus).devices)]
+    return [size for _, size in host_needs(given, sizes(given), of.workers, ("trainer", "rollout") if gpus else ())]
 
 
 def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None:
@@ -90,9 +92,8 @@ def test_on_a_cpu_everything_is_in_host_memory() -> None:
     """Masters, gradient, moments, sums, the network, and versions of the weights."""
     by_parameter = 2 + 4 + 4 + 8 + 2 * 8 + (2 + 2) * 2
     assert needed(config(), node(1e12, trainer=(1,)), gpus=False) == [by_parameter * ELEMENTS]
-    small = Hosts((node(1.0),), replace(STORED, transformer={"blocks.0.a": 300_000_000}), {})
-    given = config()
-    model = stored_sizes(given, small.stored, 2)
+    given, small = config(), replace(STORED, transformer={"blocks.0.a": 300_000_000})
+    model = stored_sizes(given, small, 2)
     assert ring_bytes(given, model) == 4 * pinned_bytes(model.version_bytes)
 
 
@@ -105,8 +106,17 @@ def test_the_first_rank_of_a_lora_counts_the_states_that_are_retained_and_writte
 def test_a_node_that_cannot_hold_its_processes_is_refused() -> None:
     given, need = config(), sum(needed(config(), node(1e12)))
     with pytest.raises(ConfigError, match="allow_oom=true tries anyway"):
-        check_hosts(given, on(node(1e12), node(need - 1)))
+        warnings(given, node(1e12), node(need - 1))
     short = node(need - 10)
-    assert len(check_hosts(given, on(replace(short, memory=replace(short.memory, swap=10))))) == 1
+    assert len(warnings(given, replace(short, memory=replace(short.memory, swap=10)))) == 1
     given.allow_oom = True
-    assert len(check_hosts(given, on(node(need - 1)))) == 1
+    assert len(warnings(given, node(need - 1))) == 1
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints and one more being written, and the weights."""
+    given = config("save.keep=2")
+    need = 3 * (12 * ELEMENTS + 2 * VERSION) + VERSION
+    for free, expected in ((need, 1), (2 * need, 0)):
+        monkeypatch.setattr("async_flowrl.memory.host.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert len([*check_disk(given, sizes(given), tmp_path)]) == expected
