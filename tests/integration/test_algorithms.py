@@ -23,8 +23,8 @@ MOVED = 0.01
 """Change of held-out brightness (0..1) in so many steps."""
 
 
-FOLLOW = ("flow_grpo", "diffusion_nft", "dpo")
-"""One of each kind: every step trained by its log-probs, no log-probs at all, and pairs of images.
+FOLLOW = ("flow_grpo", "diffusion_nft")
+"""One of each kind: every step trained by its log-probs, and no log-probs at all.
 
 The others differ from the first in their loss, in the steps that they train, or in their transitions, and the unit
 tests test_algorithm_learning.py train them; further files are other settings of the same.

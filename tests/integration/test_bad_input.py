@@ -9,11 +9,11 @@ import pytest
 from async_flowrl.main import home_expanded, main
 
 
-def refuse(arguments: Sequence[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def refuse(arguments: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """What the command line `arguments` is answered, once it has been refused."""
     monkeypatch.setattr(sys, "argv", ["main", *arguments])
     code = main()
-    captured = capfd.readouterr()
+    captured = capsys.readouterr()
     assert code == 2, captured.err
     assert "Traceback" not in captured.err
     assert captured.err.startswith("async_flowrl: ")
@@ -154,11 +154,11 @@ def test_bad_input_ends_with_exit_code_2_and_a_line_that_names_the_key(
     arguments: list[str],
     named: str,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "run"
-    message = refuse([*arguments, f"output_dir={out}"], capfd, monkeypatch)
+    message = refuse([*arguments, f"output_dir={out}"], capsys, monkeypatch)
     assert len(message.splitlines()) == 1
     for part in named.split(" "):
         assert part in message
@@ -187,11 +187,15 @@ class Mine:
     ],
 )
 def test_modules_of_ones_own_that_raise(
-    overrides: list[str], named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    overrides: list[str],
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own_modules(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
-    message = refuse([*overrides, f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
+    message = refuse([*overrides, f"output_dir={tmp_path / 'run'}"], capsys, monkeypatch)
     assert named in message
     assert len(message.splitlines()) == 1
 
@@ -204,34 +208,34 @@ def own_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a cluster of our own would have is what Ray counts here."""
     arguments = ["checkpoint_engine.transport=nccl", f"output_dir={tmp_path / 'run'}", "dry_run=true"]
     for seen_by_torch in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_by_torch: seen)
         monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 0}')
-        message = refuse(arguments, capfd, monkeypatch)
+        message = refuse(arguments, capsys, monkeypatch)
         assert "transport nccl needs weights on a GPU, here they are on cpu" in message
         assert "use gloo, object_store or auto" in message
         monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
         monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
         monkeypatch.setattr(sys, "argv", ["main", *arguments])
         assert main() == 0
-        capfd.readouterr()
+        capsys.readouterr()
 
 
 def test_a_model_that_is_only_out_of_reach_is_not_called_misspelt(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = refuse(["model.path=Qwen/Qwen-Image", HERE, f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
+    message = refuse(["model.path=Qwen/Qwen-Image", HERE, f"output_dir={tmp_path / 'run'}"], capsys, monkeypatch)
     assert "'Qwen/Qwen-Image' was not found" in message and "the hub cannot be reached" in message
     assert "did you mean" not in message
 
 
 def test_unknown_key_and_wrong_type_in_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
@@ -241,43 +245,43 @@ def test_unknown_key_and_wrong_type_in_a_file(
     ):
         (folder / "mine.yaml").write_text(f"defaults: [one_step_off, _self_]\nname: mine\n{line}\n")
         arguments = ["--config-dir", str(folder), "--config-name", "mine", f"output_dir={tmp_path / 'run'}"]
-        message = refuse(arguments, capfd, monkeypatch)
+        message = refuse(arguments, capsys, monkeypatch)
         assert told in message
         assert len(message.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_prompt_files(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = f"output_dir={tmp_path / 'run'}"
     empty, bare = tmp_path / "empty.txt", tmp_path / "bare.txt"
     empty.write_text("\n  \n")
-    assert f"{empty} holds no prompts" in refuse([f"data.train={empty}", HERE, out], capfd, monkeypatch)
+    assert f"{empty} holds no prompts" in refuse([f"data.train={empty}", HERE, out], capsys, monkeypatch)
     bare.write_text('a sign that says "OPEN"\n\na sign that says nothing\n')
-    message = refuse(["reward=ocr", f"data.train={bare}", HERE, out], capfd, monkeypatch)
+    message = refuse(["reward=ocr", f"data.train={bare}", HERE, out], capsys, monkeypatch)
     assert f"{bare}:3" in message
     assert "double quotes" in message
     assert not (tmp_path / "run").exists()
 
 
-def test_output_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     full, file = tmp_path / "full", tmp_path / "file"
     full.mkdir()
     (full / "something").write_text("of mine")
-    message = refuse([f"output_dir={full}", HERE], capfd, monkeypatch)
+    message = refuse([f"output_dir={full}", HERE], capsys, monkeypatch)
     assert f"output_dir={full} is not empty" in message
     assert "resume=auto" in message
     assert [entry.name for entry in full.iterdir()] == ["something"]
     file.write_text("")
     for more in ([], ["dry_run=true"], ["hydra.verbose=false"]):
-        assert "is a file" in refuse([f"output_dir={file}", HERE, *more], capfd, monkeypatch)
-        assert "cannot be written" in refuse([f"output_dir={file}/run", HERE, *more], capfd, monkeypatch)
+        assert "is a file" in refuse([f"output_dir={file}", HERE, *more], capsys, monkeypatch)
+        assert "cannot be written" in refuse([f"output_dir={file}/run", HERE, *more], capsys, monkeypatch)
 
 
 def test_more_workers_than_this_machine_holds(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one refusal with a table: what was asked, pool by pool."""
-    message = refuse(["rollout.num_workers=5000", f"output_dir={tmp_path / 'run'}"], capfd, monkeypatch)
+    message = refuse(["rollout.num_workers=5000", f"output_dir={tmp_path / 'run'}"], capsys, monkeypatch)
     assert "5002 workers" in message.splitlines()[0]
     assert [line.split()[:2] for line in message.splitlines()[1:]] == [
         ["pool", "workers"],

@@ -55,7 +55,7 @@ def with_another_shape(tensors: Tensors) -> Tensors:
     [without_b, with_nan, with_dora, with_text_encoder, with_adapters_name, with_another_layer, with_another_shape],
 )
 def test_it_is_neither_loaded_nor_exported(
-    broken: Callable[[Tensors], Tensors], trained: QwenImagePolicy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    broken: Callable[[Tensors], Tensors], trained: QwenImagePolicy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = save_lora(tmp_path / "whole", trained.transformer, alpha=LORA.alpha)
     folder = tmp_path / "broken"
@@ -65,7 +65,7 @@ def test_it_is_neither_loaded_nor_exported(
     with pytest.raises(ValueError, match="broken"):
         trained_file.apply(pipeline, folder)
     assert exporting([str(folder), str(tmp_path / "out"), "--base", "tiny"]) == 2
-    assert "broken" in capfd.readouterr().err and not (tmp_path / "out").exists()
+    assert "broken" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_pictures_of_values_that_are_not_finite_are_refused() -> None:

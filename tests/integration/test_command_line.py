@@ -36,11 +36,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(
-    here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     swept = ("total_steps=1,0,2", "monitor.report=true", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert here("--multirun", *SMALL, *swept) == 2
-    done = capfd.readouterr()
+    done = capsys.readouterr()
     assert done.err == "async_flowrl: total_steps must be at least 1, got 0\n"
     assert [Run(tmp_path / "sweep" / job).summary["steps"] for job in ("0", "2")] == [1, 2]
     assert done.out.splitlines()[-1] == f"report   {tmp_path / 'sweep' / 'report.html'}: 2 of 3 runs"
@@ -60,11 +60,11 @@ def test_the_console_command_runs_every_tool(monkeypatch: pytest.MonkeyPatch) ->
         assert verbs.main() == 0 and sys.argv[1:] == ["--help"]
 
 
-def test_the_console_command_itself(here: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_console_command_itself(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     done = command("verify_")
     assert done.returncode == 2 and "did you mean 'verify'" in done.stderr
     assert here(of=verbs.main) == 0
-    said = capfd.readouterr().out
+    said = capsys.readouterr().out
     assert all(verb in said for verb in verbs.VERBS)
-    assert here("--version", of=verbs.main) == 0 and capfd.readouterr().out.startswith("async-flowrl ")
-    assert here("export", "--help", of=verbs.main) == 0 and "usage: " in capfd.readouterr().out
+    assert here("--version", of=verbs.main) == 0 and capsys.readouterr().out.startswith("async-flowrl ")
+    assert here("export", "--help", of=verbs.main) == 0 and "usage: " in capsys.readouterr().out

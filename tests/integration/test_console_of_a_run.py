@@ -21,12 +21,12 @@ def run(*overrides: str) -> int:
     return train(config, record(values, values.hydra, config.output_dir), workers(disturbance))
 
 
-def test_the_screens_of_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_screens_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """First lines, steps and evaluations, and the last screen."""
     folder = tmp_path / "run"
     wanted = ("console=auto", f"output_dir={folder}", "total_steps=2", "evaluate.before_training=true")
     assert run(*wanted, "evaluate.every=2") == exit_codes.OK
-    lines = capfd.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     labels = [line.split()[0] for line in lines if re.match(r"\w+ ", line)]
     first = ["run", "model", "training", "evaluation", "reward", "devices", "files"]
     assert labels[: len(first)] == first

@@ -141,7 +141,7 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
-    on_error: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    on_error: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     down = tmp_path / "down.txt"
     down.write_text("blue")
@@ -152,7 +152,7 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     OmegaConf.save(config, run / "config.yaml")
     code = evaluating([str(run), "--images", "1", "--out", str(tmp_path / "out")])
     if on_error == "fail":
-        assert code == 2 and "prompt 1 has no score: reward 'judge' failed" in capfd.readouterr().err
+        assert code == 2 and "prompt 1 has no score: reward 'judge' failed" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     else:
         assert code == 0

@@ -117,7 +117,7 @@ def test_the_average_is_exported_where_the_run_kept_one(trained: QwenImagePolicy
 
 
 def test_a_damaged_checkpoint_is_not_exported(
-    trained: QwenImagePolicy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: QwenImagePolicy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_directory(tmp_path / "run", trained, ema=False)
     file = tmp_path / "run/checkpoints/step_7/weights.safetensors"
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     content[-5] ^= 1
     file.write_bytes(content)
     assert exporting([str(file.parent), str(tmp_path / "out")]) == 2
-    assert "weights.safetensors" in capfd.readouterr().err
+    assert "weights.safetensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     for source, message in ((tmp_path / "nothing", "give a run directory"), (tmp_path, "holds no sound checkpoint")):
         with pytest.raises(ValueError, match=message):

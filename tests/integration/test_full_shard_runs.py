@@ -118,11 +118,11 @@ def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, re
     ],
 )
 def test_a_resume_with_other_shares_is_refused_by_name(
-    plain: Run, tmp_path: Path, other: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+    plain: Run, tmp_path: Path, other: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     resume = f"resume={plain.root / 'checkpoints' / 'step_3'}"
     train(tmp_path, "one_step_off", "runtime.backend=ray", *SHARDED, "total_steps=3", resume, *other, code=2)
-    (said,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("async_flowrl: "))
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("async_flowrl: "))
     assert "was written by 2 ranks with a share each" in said and "trainer.num_workers=2" in said
 
 

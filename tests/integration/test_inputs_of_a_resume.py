@@ -32,7 +32,7 @@ def inputs_row(folder: Path) -> tuple[bool, str]:
 
 
 def test_a_resume_sees_what_was_edited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "bright_inputs.py").write_text(REWARD)
@@ -40,7 +40,7 @@ def test_a_resume_sees_what_was_edited(
     train.write_text("a cat\na dog\na cat\n")
     test.write_text("a cow\n")
     assert go(tmp_path, f"total_steps={STEPS}") == 0
-    said = capfd.readouterr().out
+    said = capsys.readouterr().out
     assert f"training   3 prompts of {train}, 1 of them duplicates by their text\n" in said
     assert f"evaluation 1 held-out prompt, of {test}\n" in said
     assert "reward     1 × mean (bright_inputs:mean)\n" in said
@@ -53,7 +53,7 @@ def test_a_resume_sees_what_was_edited(
     train.write_text("a cat\na fox\na cat\n")
     assert "was edited since" in inputs_row(tmp_path)[1]
     assert go(tmp_path, f"total_steps={STEPS + 1}", "resume=auto") == 2
-    first, prompts, last = capfd.readouterr().err.splitlines()
+    first, prompts, last = capsys.readouterr().err.splitlines()
     assert f"the training prompts of data.train={train} are not those it was made with (still 3)" in prompts
     assert f"step_{STEPS}" in first and last.endswith("resume=force goes on all the same")
     assert (tmp_path / "run" / "config.yaml").read_text() == before
@@ -61,7 +61,7 @@ def test_a_resume_sees_what_was_edited(
     test.write_text("a fox\n")
     (tmp_path / "bright_inputs.py").write_text(REWARD + "# another one\n")
     assert go(tmp_path, f"total_steps={STEPS + 1}", "resume=force") == 0
-    warned = capfd.readouterr().err
+    warned = capsys.readouterr().err
     assert f"resume=force: {tmp_path / 'run'}" in warned
     assert "the source file of the reward 'mean', or its server's command, has changed" in warned
     assert "the prompts of evaluations have changed" in warned
@@ -76,4 +76,4 @@ def test_a_resume_sees_what_was_edited(
     # The next checkpoint is one of the prompts that are trained now, so nothing has to be forced any more.
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto") == 0
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto", "lora.alpha=3") == 2
-    assert "lora.alpha was" in capfd.readouterr().err
+    assert "lora.alpha was" in capsys.readouterr().err

@@ -142,10 +142,10 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
     check_resumed(folder, done + 2)
 
 
-def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limited = [LONG, "time_limit=2.5", "disturb.update=1.0", "disturb.constant=true"]
     done = check_stopped(train(tmp_path / "run", "one_step_off", *limited, code=exit_codes.RESUMABLE))
-    assert f"stopped by time_limit=2.5 s after step {done}" in capfd.readouterr().out
+    assert f"stopped by time_limit=2.5 s after step {done}" in capsys.readouterr().out
     check_resumed(tmp_path / "run", done + 2, "rollout.num_workers=2")
 
 

@@ -72,9 +72,9 @@ def test_swapped_prompts_swap_the_effect(tmp_path: Path) -> None:
     assert rise(run) <= -0.15
 
 
-def test_deliveries_frozen_at_version_0_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_deliveries_frozen_at_version_0_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, "one_step_off", "total_steps=100", "disturb.freeze_publish=true", code=1)
-    told = capfd.readouterr().err
+    told = capsys.readouterr().err
     assert "CorruptedVersion" in told and "version 1 of stream policy arrived with wrong bytes in" in told
     assert len(told.splitlines()) == 1
     stale = Run(tmp_path)

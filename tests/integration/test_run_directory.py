@@ -187,34 +187,34 @@ def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
     assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == [f"step_{step}" for step in steps]
 
 
-def test_resume_refuses_another_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, "sync", "total_steps=1")
     other = ["total_steps=2", "trainer.learning_rate=1e-3", "seed=3"]
     train(tmp_path, "sync", *other, "resume=auto", code=2)
-    *named, last = capfd.readouterr().err.splitlines()[1:]
+    *named, last = capsys.readouterr().err.splitlines()[1:]
     assert named == ["  seed was 0 and is 3", "  trainer.learning_rate was 0.003 and is 0.001"]
     assert "resume=force" in last
     for unfit in ("lora.rank=2", "tune=full", "lora.targets=[to_q]", "model.tiny.heads=4", "algorithm=diffusion_nft"):
         train(tmp_path, "sync", *other, unfit, "resume=force", code=2)
-        told = capfd.readouterr().err
+        told = capsys.readouterr().err
         assert f"  {unfit.partition('=')[0]}" in told and "resume=force" not in told, unfit
     train(tmp_path, "sync", *other, "resume=force")
-    assert "seed was 0 and is 3" in capfd.readouterr().err
+    assert "seed was 0 and is 3" in capsys.readouterr().err
     damaged = tmp_path / "checkpoints/step_1/weights.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     train(tmp_path, "sync", "total_steps=2", f"resume={tmp_path}/checkpoints/step_1", code=2)
-    assert "weights.safetensors" in capfd.readouterr().err
+    assert "weights.safetensors" in capsys.readouterr().err
 
 
 @pytest.mark.serial("ranks")
 def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slowly = ["save.every=2", "disturb.update=0.5", "disturb.constant=true"]
     first = ForkedRun(tmp_path / "run", "one_step_off", "total_steps=500", *slowly)
     wait_until(first, lambda: (tmp_path / "run/logs/controller.log").exists(), "it had begun")
     train(tmp_path / "run", "one_step_off", *slowly, "resume=auto", code=2)
-    told = capfd.readouterr().err
+    told = capsys.readouterr().err
     assert "is in use by another running controller" in told
     assert len(told.splitlines()) == 1
     wait_until(first, lambda: len(list((tmp_path / "run/checkpoints").glob("step_*"))) >= 2, "a second checkpoint")

@@ -20,7 +20,7 @@ CASES = {
 """Mode and a setting → further settings: every hand-over and depth, averaged policies, evaluations beside training."""
 
 STEPS = 4
-DEFAULT = ("sync", "fully_async", "one_step_off trainer.ema_decay=0.9")
+DEFAULT = ("one_step_off trainer.ema_decay=0.9",)
 """The others repeat at length what the toys of tests/unit/shared do in virtual time."""
 
 

@@ -25,13 +25,13 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.serial
 def test_a_cluster_that_cannot_start_is_reported_by_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", "/dev/null/ray")
     folder = tmp_path / "run"
     monkeypatch.setattr(sys, "argv", ["main", "--config-name", "one_step_off", *TINY, f"output_dir={folder}"])
     assert main() == exit_codes.ERROR
-    err, log = capfd.readouterr().err, folder / "logs/controller.log"
+    err, log = capsys.readouterr().err, folder / "logs/controller.log"
     sentence = "async_flowrl: the run failed: NotADirectoryError: [Errno 20] Not a directory: '/dev/null/ray'"
     assert err.splitlines()[-1] == f"{sentence} (traceback in {log})"
     assert "Traceback" in log.read_text() and "Traceback" not in err

@@ -1,4 +1,4 @@
-"""Tests of the modules that commands, workers and whole runs import; each of those listed costs a second or more."""
+"""Tests of the modules that commands import; each of those listed costs a second or more."""
 
 import json
 import subprocess
@@ -6,9 +6,7 @@ import sys
 
 import pytest
 
-from async_flowrl.config.schema import TinyConfig
-from async_flowrl.policies.tiny import build_tiny
-from tests.integration.runs import LIMIT, LOCAL, ROOT
+from tests.integration.runs import LIMIT, ROOT
 
 HEAVY = ("torch", "diffusers", "transformers", "peft", "ray", "scipy", "matplotlib", "wandb", "tensorboard", "rapidocr")
 ANSWERS = """
@@ -61,65 +59,3 @@ def test_an_answer_that_needs_no_tensor_loads_no_torch(
     assert code == (0 if case in ANSWERED else 2), said
     assert "Traceback" not in said
     assert not {name.partition(".")[0] for name in modules} & set(HEAVY)
-
-
-COMPUTING = """
-import json, sys
-from async_flowrl.config.compose import compose_config
-from async_flowrl.run.job import run
-from async_flowrl.run.prepare import prepare
-from async_flowrl.training.trainer_worker import TrainerWorker
-config = compose_config("one_step_off", sys.argv[1:])
-prepared = prepare(config)
-TrainerWorker(prepared.config, prepared.model, 0, "trainer-0").load()
-print("loaded", json.dumps(sorted(sys.modules)))
-code = run(config)
-print("trained", json.dumps(sorted(sys.modules)))
-sys.exit(code)
-"""
-TOOLS = (
-    "cli",
-    "main",
-    "doctor",
-    "plan",
-    "benchmark",
-    "verify",
-    "prove",
-    "check_model",
-    "evaluate",
-    "export",
-    "generate",
-    "report",
-)
-
-
-@pytest.fixture(scope="module")
-def computing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The modules of one process once it has loaded a trainer rank, and once a run of threads has ended there."""
-    folder = tmp_path_factory.mktemp("computing") / "run"
-    build_tiny(TinyConfig(layers=1))  # The process must find the model: to build it needs all of its parts.
-    given = (*LOCAL, "total_steps=2", f"output_dir={folder}")
-    command = [sys.executable, "-c", COMPUTING, *given]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
-    assert ran.returncode == 0, ran.stderr
-    said = [line.partition(" ") for line in ran.stdout.splitlines()]
-    return {when: set(json.loads(names)) for when, _, names in said if when in ("loaded", "trained")}
-
-
-def test_a_trainer_rank_loads_the_network_and_neither_the_pipeline_nor_its_text_encoder(
-    computing: dict[str, set[str]],
-) -> None:
-    names = computing["loaded"]
-    assert "diffusers.models.transformers.transformer_qwenimage" in names
-    assert "diffusers.pipelines.qwenimage.pipeline_qwenimage" not in names
-    assert "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl" not in names
-
-
-def test_a_run_of_threads_imports_no_tool_no_test_no_ray_and_no_tracker(computing: dict[str, set[str]]) -> None:
-    names = computing["trained"]
-    assert {"async_flowrl.run.loop", "diffusers.pipelines.qwenimage.pipeline_qwenimage"} <= names
-    packages = {name.partition(".")[0] for name in names}
-    assert "torch" in packages
-    assert not packages & {"tests", "ray", "wandb", "tensorboard", "matplotlib", "rapidocr", "pandas", "datasets"}
-    own = [name.split(".") for name in names if name.startswith("async_flowrl.")]
-    assert not {parts[1] for parts in own} & set(TOOLS)

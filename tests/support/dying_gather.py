@@ -6,6 +6,7 @@ import numpy as np
 
 from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.training.versions import GatheredStreams
+from checkpoint_engine.gather import Gather
 from tests.support import trainer_rig as rig
 from tests.support.process_pool import die
 
@@ -24,12 +25,11 @@ class DyingGather(TrainerWorker):
     def die_in(self, bucket: int) -> None:
         """The process ends in this bucket of the next gather, when the bucket before it is on its way."""
         assert isinstance(self.sender, GatheredStreams)
-        gather: Any = self.sender._gather
-        started = gather.start
+        start = Gather.start
 
-        def dying(what: str, piece: Any, peer: int, number: int) -> Any:
+        def dying(gather: Gather, what: str, piece: Any, peer: int, number: int) -> Any:
             if number == bucket:
                 die()
-            return started(what, piece, peer, number)
+            return start(gather, what, piece, peer, number)
 
-        gather.start = dying
+        Gather.start = dying  # type: ignore[method-assign]

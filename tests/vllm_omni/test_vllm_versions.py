@@ -107,7 +107,7 @@ def test_an_update_in_the_middle_of_a_ticket_stays_out_of_it(rig: Rig, monkeypat
     ticket.start()
     assert inside.wait(60)
     newest = rig.deliver(2)
-    late = threading.Thread(target=lambda: rig.engine._client.call("rollout_receive", Activation, *rig.payload(61), 61))
+    late = threading.Thread(target=lambda: rig.engine.client.call("rollout_receive", Activation, *rig.payload(61), 61))
     late.start()
     delivered.set()
     ticket.join(60)

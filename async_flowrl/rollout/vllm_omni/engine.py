@@ -49,14 +49,14 @@ class VllmOmniEngine:
         self._parameters = shapes.empty_adapter()
         # With a hub name, vllm-omni would take the newest revision.
         local = replace(model, path=str(folder_of(model, "all")), revision=None)
-        self._client = _started(config, local)
+        self.client = _started(config, local)
         self._numbers: dict[Activation, int] = {}
         self._active: Activation | None = None
         self._requests = itertools.count()
-        self.base_digest = self._client.call("rollout_open", str, config, local, shapes)
+        self.base_digest = self.client.call("rollout_open", str, config, local, shapes)
 
     def encode(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
-        encoded = self._client.call("rollout_encode", dict, list(texts))
+        encoded = self.client.call("rollout_encode", dict, list(texts))
         return [encoded[index] for index in range(len(texts))]
 
     def live_tensors(self) -> Mapping[str, Tensor]:
@@ -68,21 +68,21 @@ class VllmOmniEngine:
             return
         self._active = None
         number = self._numbers.setdefault(active, len(self._numbers) + 1)
-        if not self._client.call("rollout_holds", bool, number):
-            received = self._client.call("rollout_receive", Activation, *export(), number)
+        if not self.client.call("rollout_holds", bool, number):
+            received = self.client.call("rollout_receive", Activation, *export(), number)
             if received != active:
                 raise VllmOmniError(f"vllm-omni received {received} when it was sent {active}")
         self._active = active
 
     def probe(self) -> Mapping[str, Tensor]:
-        return self._client.call("rollout_probe", dict, self._numbers[self._adopted()])
+        return self.client.call("rollout_probe", dict, self._numbers[self._adopted()])
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Generates tickets as one request. Raises as `check_alike`, and VllmOmniError if it ran on another version."""
         check_alike(requests)
         first, active = requests[0], self._adopted()
         name = f"{first.kind}-{first.ordinal}-{next(self._requests)}"
-        answer = metadata(self._client.generate(first.prompt.text, self._sampling(requests, active), name), ROLLOUT)
+        answer = metadata(self.client.generate(first.prompt.text, self._sampling(requests, active), name), ROLLOUT)
         if answer.get("active") != active:
             raise VllmOmniError(f"ticket {first.ordinal} needs {active}, vllm-omni ran it on {answer.get('active')}")
         rollouts: list[Rollout] = answer.get("rollouts") or []
@@ -91,7 +91,7 @@ class VllmOmniEngine:
         return rollouts
 
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
 
     def _adopted(self) -> Activation:
         if self._active is None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from async_flowrl.config.compose import as_typed, compose_config, composed
+from async_flowrl.config.compose import as_typed, compose_config, composed, typed
 
 AS_TYPED = (
     "模糊", "😀", "50% off #1", "run #3", "runs/a=b", "exp[1]", "a, b", "a,b", "{x}", "{a: b}", "[a]", "a: b", "~x",
@@ -14,15 +14,20 @@ AS_TYPED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", AS_TYPED)
-def test_every_character_is_kept(text: str) -> None:
-    key = f"rollout.negative_prompt={text}"
-    overrides = [key, f"name={text}", f"rollout.environment.X={text}", f"reward.terms.color.name={text}"]
-    config = compose_config(overrides=overrides)
-    assert config.rollout.negative_prompt == config.rollout.environment["X"] == text
-    assert config.reward.terms["color"].name == config.name == text
-    recorded = OmegaConf.to_container(composed("one_step_off", [key], None).hydra.overrides.task, resolve=False)
-    assert [as_typed(each) for each in recorded] == [key]  # commands are printed as they were given
+def test_every_character_is_kept() -> None:
+    named = {f"X{index}": text for index, text in enumerate(AS_TYPED)}
+    overrides = [f"++rollout.environment.{name}={text}" for name, text in named.items()]
+    values = composed("one_step_off", overrides, None)
+    assert typed(values).rollout.environment == named
+    recorded = OmegaConf.to_container(values.hydra.overrides.task, resolve=False)
+    assert [as_typed(each) for each in recorded] == overrides  # commands are printed as they were given
+
+
+@pytest.mark.parametrize("text", AS_TYPED[:3])
+def test_every_kind_of_text_is_kept(text: str) -> None:
+    texts = [f"rollout.negative_prompt={text}", f"name={text}", f"reward.terms.color.name={text}"]
+    config = compose_config(overrides=texts)
+    assert config.rollout.negative_prompt == config.reward.terms["color"].name == config.name == text
 
 
 @pytest.mark.parametrize(
