@@ -28,7 +28,7 @@ from async_flowrl.memory.devices import (
 )
 from async_flowrl.memory.footprints import GIB, planned_rollout, planned_trainer
 from async_flowrl.memory.model_sizes import at_largest
-from async_flowrl.memory.trainer_layout import on_devices, resolved
+from async_flowrl.memory.trainer_layout import resolved_on
 from async_flowrl.tickets.arithmetic import check_batching
 
 RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
@@ -106,7 +106,7 @@ def experiment_of(words: Sequence[str]) -> str:
 
 def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
     device = round(hardware.gib * GIB)
-    config = resolved(config, on_devices(config, device)).applied(config)
+    config, _ = resolved_on(config, device)
     memory = planned_trainer(config).total / GIB, planned_rollout(config).total / GIB, hardware.gib
     missing, lacking = max((p.footprint.total - p.available(device), p.title) for p in processes(config))
     typed = ("--config-name one_step_off", *words)

@@ -17,7 +17,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import describe_gpus, gpus_taken, judged, processes
 from async_flowrl.memory.footprints import GIB, MemoryPlan, plan_memory
 from async_flowrl.memory.model_sizes import at_largest
-from async_flowrl.memory.trainer_layout import on_devices, resolved
+from async_flowrl.memory.trainer_layout import resolved_on
+from async_flowrl.training.messages import Layout
 from separation.text_table import format_table
 
 
@@ -84,15 +85,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", type=float, default=80, metavar="GB", help="a card sold with so many (default 80)")
     options, config = configured(parser, arguments)
     gib = round(options.device * GIB_OF_GB, 1)
-    config, device = at_largest(config), round(gib * GIB)
-    chosen = resolved(config, on_devices(config, device))
-    config = chosen.applied(config)
+    config, reason = resolved_on(at_largest(config), round(gib * GIB))
     plan = plan_memory(config)
     if options.json:
-        printed = as_json(plan, config, gib) | {"layout": asdict(chosen.layout)}
+        printed = as_json(plan, config, gib) | {"layout": asdict(Layout.named(config.trainer))}
         sys.stdout.write(json.dumps(printed, indent=2) + "\n")
     else:
-        notes = "".join(f"{sentence}\n" for sentence in filter(None, (chosen.reason, toy_values(config))))
+        notes = "".join(f"{sentence}\n" for sentence in filter(None, (reason, toy_values(config))))
         sys.stdout.write(describe(plan, config, gib) + notes + typed(options, config, gib))
 
 

@@ -25,7 +25,7 @@ from async_flowrl.memory.rehearsal.phases import Phase
 from async_flowrl.memory.rehearsal.rank import RankRehearsal
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal
 from async_flowrl.memory.rehearsed import whole_rank, whole_rollout
-from async_flowrl.memory.trainer_layout import on_devices, resolved
+from async_flowrl.memory.trainer_layout import resolved_on
 from async_flowrl.tickets.arithmetic import check_batching
 from separation.text_table import format_table
 
@@ -103,7 +103,7 @@ def rehearse(config: Config, card: Card) -> Rehearsal:
         raise ValueError("compiled networks cannot be rehearsed: set trainer.compile=false and rollout.compile=false")
     if config.lora.path is not None:
         raise ValueError("a warm start is not rehearsed, it needs the memory of one more version: leave lora.path out")
-    config = resolved(config, on_devices(config, int(card.memory))).applied(config)
+    config, _ = resolved_on(config, int(card.memory))
     model = FakeModel.of(config)
     return Rehearsal(config, card, whole_rank(config, model), whole_rollout(config, model))
 

@@ -101,6 +101,8 @@ def check_devices(config: Config, memory: Mapping[str, int]) -> list[str]:
 def judged(process: Process, config: Config, device: int) -> str:
     """Returns a sentence: what a process needs of `device` bytes, and what would help if that is too much."""
     held, available = process.footprint, process.available(device)
+    if not held.parts:
+        return f"a {process.title} has {available / GIB:.3g} GiB{process.caveat}"
     if held.resident > available:
         names, needed, what = held.lasting, held.resident, "without activations"
     else:
@@ -118,15 +120,14 @@ def remedy(process: Process, config: Config, device: int) -> str:
         share = min(1.0, math.ceil(20 * total / device) / 20)
         return f"it would fit with {process.key}={share:g} and a device of {math.ceil(max(total, device) / GIB)} GiB"
     available = process.available(device)
-    # If what lasts is too much, activations are left out, and settings that only they depend on.
+    # If what lasts is too much, activations are left out, so settings that only they depend on change nothing.
     lasting = process.footprint.resident > available
 
     def needed(changed: Config) -> int:
         footprint = next(processes(changed, process.pools, lasting=lasting)).footprint
         return footprint.resident if lasting else footprint.total
 
-    changes = [*([] if lasting else passing_changes(process, config)), *lasting_changes(process, config)]
-    if (named := best(changes, config, needed, available)) is None:
+    if (named := best(changes(process, config), config, needed, available)) is None:
         return "no single setting would make it need less"
     words, size = named
     verb = "it would fit with" if size <= available else "it would need less, though not little enough, with"
@@ -136,42 +137,30 @@ def remedy(process: Process, config: Config, device: int) -> str:
 Change = Mapping[str, Any]  # Configuration key → its new value; all of them are set together.
 
 
-def lasting_changes(process: Process, config: Config) -> Iterator[Change]:
-    """Yields settings that reduce the lasting memory of a process, those that cost least speed or accuracy first."""
-    trainer, rollout, full = config.trainer, config.rollout, tuning_of(config).whole
-    if TRAINER in process.pools:
-        if trainer.num_workers > 1 and not trainer.in_one_replica:
-            yield {"trainer.shard": "full"}
-        if not trainer.holds_all:
-            yield {"trainer.num_workers": 2 * trainer.num_workers}
-    if ROLLOUT in process.pools:
-        left = {"resident": ("offload", "cached"), "offload": ("cached",), "cached": ()}[rollout.text_encoder]
-        yield from ({"rollout.text_encoder": where} for where in left)
-    if TRAINER in process.pools and not trainer.cpu_offload and not full:
+def changes(process: Process, config: Config) -> Iterator[Change]:
+    """Yields settings that may reduce the memory of a process, those that cost least speed or accuracy first."""
+    trains, samples, full = TRAINER in process.pools, ROLLOUT in process.pools, tuning_of(config).whole
+    if trains:
+        yield {"trainer.gradient_checkpointing": "full"}
+        yield {"trainer.micro_batch_size": 1}
+    if samples:
+        yield {"rollout.tickets_per_batch": 1}
+        yield {"rollout.batch_size": 1}
+        yield {"rollout.vae_tiling": True}
+    if trains:
+        yield {"trainer.shard": "full"}
+        yield {"trainer.num_workers": 2 * config.trainer.num_workers}
+    if samples:
+        yield {"rollout.text_encoder": "offload"}
+        yield {"rollout.text_encoder": "cached"}
+    if trains:
         yield {"trainer.cpu_offload": True}
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
-    if config.lora.rank > 1 and not full:
+    if not full:
         yield {"lora.rank": config.lora.rank // 2}
-    if config.max_staleness > 0:
-        yield fresh_images(config)
-
-
-def passing_changes(process: Process, config: Config) -> Iterator[Change]:
-    """Yields settings that reduce the activations of a process, those that cost least speed first."""
-    trainer, rollout = config.trainer, config.rollout
-    if TRAINER in process.pools:
-        if trainer.gradient_checkpointing != "full":
-            yield {"trainer.gradient_checkpointing": "full"}
-        if trainer.micro_batch_size > 1:
-            yield {"trainer.micro_batch_size": 1}
-    if ROLLOUT in process.pools:
-        if rollout.tickets_per_batch > 1:
-            yield {"rollout.tickets_per_batch": 1}
-        if (rollout.batch_size or config.images_per_ticket) > 1:
-            yield {"rollout.batch_size": 1}
-        if not rollout.vae_tiling:
-            yield {"rollout.vae_tiling": True}
+    mode = {} if config.mode is None else {"mode": mode_name(0, config.hand_over)}
+    yield {"max_staleness": 0, **mode}
 
 
 MODELS = "reward models"
@@ -246,21 +235,15 @@ def _owner(config: Config, key: str) -> tuple[Any, str]:
     return owner, name
 
 
-def fresh_images(config: Config) -> Change:
-    """Returns `max_staleness=0`, by which fewer versions are live; if `mode` is set, with the name that it has then."""
-    mode = {} if config.mode is None else {"mode": mode_name(0, config.hand_over)}
-    return {"max_staleness": 0, **mode}
-
-
 def best(
-    changes: Iterable[Change], config: Config, needed: Callable[[Config], int], available: int
+    tried: Iterable[Change], config: Config, needed: Callable[[Config], int], available: int
 ) -> tuple[str, int] | None:
     """Returns in words the first change with which `needed(config)` bytes are at most `available`, and those bytes.
 
     If none is enough, it is the change that needs least; None if no change makes it less.
     """
     least, smallest = needed(config), None
-    for change in changes:
+    for change in tried:
         changed = applied(change, config)
         try:
             check(changed)

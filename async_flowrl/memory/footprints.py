@@ -13,6 +13,7 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.model_sizes import Sizes
 from async_flowrl.memory.rehearsed import (
+    GATHERED_BLOCKS,
     alone,
     model_sizes,
     rehearsed_rank,
@@ -30,8 +31,6 @@ INT64_BYTES = 8
 MARGIN_SHARE = 0.10
 # Bytes added per process for CUDA context, workspaces of libraries and communicators; an estimate, not measured.
 RUNTIME_BYTES = 1_500_000_000
-# Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in.
-GATHERED_BLOCKS = 3
 # Blocks whose gradient is whole at once, in the dtype that is computed in and as the input of a reduce-scatter.
 REDUCED_BLOCKS = 2
 

@@ -85,7 +85,7 @@ T = TypeVar("T")
 # Blocks of a stack that are rehearsed at least: the last block of a network may have less in it than the others.
 FEWEST = 2
 # Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in.
-GATHERED = 3
+GATHERED_BLOCKS = 3
 _NUMBER = re.compile(r"\d[].*?]")  # Part of a pattern of tensor names that may name single blocks.
 
 
@@ -96,7 +96,7 @@ def whole_rank(config: Config, model: "FakeModel") -> "RankRehearsal":
     sharded = trainer.num_workers > 1 and config.is_sharded
     how = trainer.gradient_checkpointing
     period = int(how.removeprefix("every_")) if how.startswith("every_") else 1
-    fewest = GATHERED + 1 + trainer.prefetch if sharded else FEWEST
+    fewest = GATHERED_BLOCKS + 1 + trainer.prefetch if sharded else FEWEST
     return _whole(config, model, fewest, period, lambda part: rehearse_trainer(config, part))
 
 

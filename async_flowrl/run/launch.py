@@ -26,6 +26,7 @@ from async_flowrl.run.nodes import look_at_nodes
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes
+from async_flowrl.training.messages import Layout
 from async_flowrl.types import Conditioning, EncoderInput
 from checkpoint_engine.transports import AUTO, NCCL, OBJECT_STORE, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
@@ -209,14 +210,13 @@ async def lay_out(
     config = prepared.config
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)
-    chosen = await asyncio.to_thread(resolved, prepared.at_largest, memory)
-    trainers.layout = chosen.layout
-    if chosen.reason:
-        logger.info("%s", chosen.reason)
+    chosen, reason = await asyncio.to_thread(resolved, prepared.at_largest, memory)
+    trainers.layout = Layout.named(chosen.trainer)
+    if reason:
+        logger.info("%s", reason)
         if config.console != "quiet":
-            say(named_lines([("layout", chosen.reason)], 10))
-    settled = replace(config, trainer=chosen.layout.applied(config.trainer))
-    return replace(prepared, config=settled), memory
+            say(named_lines([("layout", reason)], 10))
+    return replace(prepared, config=replace(config, trainer=chosen.trainer)), memory
 
 
 async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:

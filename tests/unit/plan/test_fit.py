@@ -13,8 +13,6 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory import devices
 from async_flowrl.memory.devices import applied, gpus_by_pool
 from async_flowrl.memory.footprints import Footprint
-from async_flowrl.memory.trainer_layout import Chosen
-from async_flowrl.training.messages import Layout
 
 GIB = 2**30
 PICK = "+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_worker: 1}}"
@@ -43,7 +41,7 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fit, devices):
         monkeypatch.setattr(module, "planned_trainer", trainer)
         monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({"all": 16 * GIB}))
-    monkeypatch.setattr(fit, "resolved", lambda config, memory: Chosen(Layout.named(config.trainer), ()))
+    monkeypatch.setattr(fit, "resolved_on", lambda config, memory: (config, ""))
 
 
 def test_the_table_gives_the_first_command_that_fits_or_what_is_missing() -> None:

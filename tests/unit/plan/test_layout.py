@@ -45,35 +45,39 @@ def peak(config: Config) -> int:
     return lasting + PEAKS[config.trainer.gradient_checkpointing] * GIB
 
 
+def layout(given: Config, device_bytes: int) -> Layout:
+    return Layout.named(resolved(given, {"trainer": device_bytes})[0].trainer)
+
+
 def test_as_few_blocks_are_checkpointed_as_fit(counted: Callable[[Config, Layout], int]) -> None:
     given = config("trainer.gradient_checkpointing=auto")
     for how in PEAKS:
         wanted = Layout("auto", None, how)  # of one rank `shard` decides nothing
-        found = resolved(given, {"trainer": counted(given, wanted)})
-        assert found.layout == wanted
-        assert f"trainer.gradient_checkpointing=auto is {how}: " in found.reason
-    least = resolved(given, {"trainer": GIB})
-    assert least.layout.gradient_checkpointing == "full" and "nothing fits" in least.reason
-    assert resolved(given, {"trainer": 1 << 20}).layout.gradient_checkpointing == "full", "not even the weights fit"
+        found, reason = resolved(given, {"trainer": counted(given, wanted)})
+        assert Layout.named(found.trainer) == wanted
+        assert f"trainer.gradient_checkpointing=auto is {how}: " in reason
+    least, reason = resolved(given, {"trainer": GIB})
+    assert least.trainer.gradient_checkpointing == "full" and "nothing fits" in reason
+    assert layout(given, 1 << 20).gradient_checkpointing == "full", "not even the weights fit"
 
 
 def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config, Layout], int]) -> None:
     given = config("trainer.num_workers=2")
     whole = counted(given, WHOLE)
     assert whole > 16 * GIB, "activations count"
-    assert resolved(given, {"trainer": whole}).layout.shard == "none"
-    found = resolved(given, {"trainer": whole - 5})
-    assert found.layout == Layout("full", None, "none") and "trainer.shard=auto is full" in found.reason
+    assert layout(given, whole).shard == "none"
+    found, reason = resolved(given, {"trainer": whole - 5})
+    assert Layout.named(found.trainer) == Layout("full", None, "none") and "trainer.shard=auto is full" in reason
     by_node = config("trainer.num_workers=4", "trainer.workers_per_node=2")
-    shared = resolved(by_node, {"trainer": counted(by_node, WHOLE) - 5}).layout
+    shared = layout(by_node, counted(by_node, WHOLE) - 5)
     assert (shared.shard, shared.shard_size) == ("hybrid", 2)
     both = config("trainer.num_workers=2", "trainer.gradient_checkpointing=auto")
-    assert resolved(both, {"trainer": whole - 5}).layout == Layout("none", None, "every_4")
+    assert layout(both, whole - 5) == Layout("none", None, "every_4")
 
 
 def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> None:
     by_node = config("tune=full", "model.tiny.layers=2", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
     size = planned_trainer(replace(by_node, trainer=WHOLE.applied(by_node.trainer))).total
-    assert resolved(by_node, {"trainer": 2 * size}).layout.shard == "none"
-    found = resolved(by_node, {"trainer": size // 4})
-    assert (found.layout.shard, found.layout.shard_size) == ("full", None), "hybrid is for a frozen base"
+    assert layout(by_node, 2 * size).shard == "none"
+    found = layout(by_node, size // 4)
+    assert (found.shard, found.shard_size) == ("full", None), "hybrid is for a frozen base"
