@@ -5,29 +5,26 @@ are dead; the first request to replace one replaces the process, and the other p
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 from separation.group import Growth, Ref, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.worker_process import pick_lane
 
-
-@dataclass(frozen=True)
-class SubPool:
-    pool: str  # Name of the pool, and of the attribute of the hosted object that has the methods of its workers.
-    # Lane of this pool's workers → lane of the process that runs its calls; `main` must be among the keys.
-    lanes: Mapping[str, str]
+# Pool → lane of its workers → lane of the process that runs its calls; `main` is among the lanes of each pool. The
+# pool's name is that of the attribute of the hosted object that has the methods of its workers.
+SubPools = Mapping[str, Mapping[str, str]]
 
 
 class SubWorker:
     """Worker of one of the pools that share processes; errors of its calls name it as in that pool."""
 
-    def __init__(self, process: Worker, sub_pool: SubPool) -> None:
-        self.process, self._sub_pool = process, sub_pool
-        self.name = f"{sub_pool.pool}{process.name.removeprefix(process.pool)}"
-        self.pool, self.index, self.pid, self.node = sub_pool.pool, process.index, process.pid, process.node
+    def __init__(self, process: Worker, pool: str, lanes: Mapping[str, str]) -> None:
+        self.process, self._lanes = process, lanes
+        self.name = f"{pool}{process.name.removeprefix(process.pool)}"
+        self.pool, self.index, self.pid, self.node = pool, process.index, process.pid, process.node
 
     async def call(self, method: str, *args: Any, lane: str = "main") -> Any:
         with self._by_its_name():
@@ -47,10 +44,10 @@ class SubWorker:
         self.process.kill()
 
     def _path(self, method: str) -> str:
-        return method if ":" in method else f"{self._sub_pool.pool}.{method}"
+        return method if ":" in method else f"{self.pool}.{method}"
 
     def _lane(self, lane: str) -> str:
-        return pick_lane(self._sub_pool.lanes, lane, self.name)
+        return pick_lane(self._lanes, lane, self.name)
 
     @contextmanager
     def _by_its_name(self) -> Iterator[None]:
@@ -59,7 +56,7 @@ class SubWorker:
         except WorkerDied as error:
             raise WorkerDied(self.name, error.reason) from error
         except WorkerFailed as error:
-            method = error.method.removeprefix(f"{self._sub_pool.pool}.")
+            method = error.method.removeprefix(f"{self.pool}.")
             raise WorkerFailed(self.name, method, error.kind, error.message, error.remote_traceback) from error
 
 
@@ -114,13 +111,12 @@ def _forgotten(tasks: dict[int, "asyncio.Task[Worker]"], index: int, ended: "asy
 
 
 class SubGroup:
-    def __init__(self, successors: Successors, sub_pool: SubPool) -> None:
+    def __init__(self, successors: Successors, pool: str, lanes: Mapping[str, str]) -> None:
         processes = successors.group
-        lanes = tuple(lane for lane in sub_pool.lanes if lane != "main")
-        self.spec = replace(processes.spec, name=sub_pool.pool, lanes=lanes)
+        self.spec = replace(processes.spec, name=pool, lanes=tuple(lane for lane in lanes if lane != "main"))
         self.growth: Growth | None = None
-        self._successors, self._sub_pool = successors, sub_pool
-        self.workers: list[Worker] = [SubWorker(process, sub_pool) for process in processes.workers]
+        self._successors, self._lanes = successors, lanes
+        self.workers: list[Worker] = [SubWorker(process, pool, lanes) for process in processes.workers]
 
     async def replace(self, index: int) -> Worker:
         """Returns the worker's successor; starts no process if another pool has had one started that lives."""
@@ -141,15 +137,15 @@ class SubGroup:
         await self._successors.group.close()
 
     def _seat(self, process: Worker) -> Worker:
-        self.workers[process.index] = SubWorker(process, self._sub_pool)
+        self.workers[process.index] = SubWorker(process, self.spec.name, self._lanes)
         return self.workers[process.index]
 
 
 @asynccontextmanager
-async def sub_groups(group: WorkerGroup, sub_pools: Sequence[SubPool]) -> AsyncIterator[dict[str, SubGroup]]:
+async def sub_groups(group: WorkerGroup, sub_pools: SubPools) -> AsyncIterator[dict[str, SubGroup]]:
     """Context that splits `group` into pools that share its processes; yields pool name → worker group."""
     successors = Successors(group)
     try:
-        yield {sub_pool.pool: SubGroup(successors, sub_pool) for sub_pool in sub_pools}
+        yield {pool: SubGroup(successors, pool, lanes) for pool, lanes in sub_pools.items()}
     finally:
         await successors.settle()

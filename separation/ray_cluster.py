@@ -240,8 +240,8 @@ class RaySession:
                     if len(reservation.bundles) > 1:
                         await _created(group)
                         _log_spread(reservation, nodes_of(group), nodes)
-                    for seat in reservation.seats:
-                        reserved[seat.pool, seat.index] = ReservedSeat(group, seat.bundle, seat.share)
+                    for index, bundle in reservation.seats.items():
+                        reserved[reservation.pool, index] = ReservedSeat(group, bundle, reservation.share)
                 for group in pending:
                     await _created(group)
         except TimeoutError as error:

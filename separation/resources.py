@@ -30,20 +30,12 @@ class StoreTooSmall(ResourcesMissing):
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The planned seat of worker `index` of a pool: the index of a bundle in its reservation, and its share of that."""
-
-    pool: str
-    index: int
-    bundle: int
-    share: Resources
-
-
-@dataclass(frozen=True)
 class Reservation:
     name: str
+    pool: str
     bundles: tuple[Resources, ...]
-    seats: tuple[Seat, ...]
+    seats: Mapping[int, int]  # Index of a worker → index of its bundle.
+    share: Resources  # What a worker has of its bundle.
     apart: bool = False  # True if each bundle must be on a different node.
 
 
@@ -74,12 +66,14 @@ def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:
         needs, per_bundle = needs_of(spec, exists), spec.workers_per_node or 1
         if spec.process_group or spec.workers_per_node is not None:
             bundles = (share_of_node(needs, per_bundle),) * (spec.num_workers // per_bundle)
-            seats = tuple(Seat(spec.name, index, index // per_bundle, needs) for index in range(spec.num_workers))
-            reservations.append(Reservation(spec.name, bundles, seats, apart=spec.workers_per_node is not None))
+            seats = {index: index // per_bundle for index in range(spec.num_workers)}
+            apart = spec.workers_per_node is not None
+            reservations.append(Reservation(spec.name, spec.name, bundles, seats, needs, apart))
         else:
-            for index in range(spec.least):
-                seat = Seat(spec.name, index, 0, needs)
-                reservations.append(Reservation(f"{spec.name}-{index}", (needs,), (seat,)))
+            reservations += (
+                Reservation(f"{spec.name}-{index}", spec.name, (needs,), {index: 0}, needs)
+                for index in range(spec.least)
+            )
     return reservations
 
 
@@ -149,8 +143,8 @@ def packing(reservation: Reservation, free: Sequence[Resources]) -> str:
 
 def describe_spread(reservation: Reservation, nodes: Sequence[str]) -> str:
     ranks: dict[str, list[str]] = {}
-    for seat in reservation.seats:
-        ranks.setdefault(nodes[seat.bundle], []).append(f"{seat.pool}-{seat.index}")
+    for index, bundle in reservation.seats.items():
+        ranks.setdefault(nodes[bundle], []).append(f"{reservation.pool}-{index}")
     where = "; ".join(f"{node}: {', '.join(workers)}" for node, workers in ranks.items())
     return f"{reservation.name}: on {len(ranks)} node{'s' if len(ranks) > 1 else ''} ({where})"
 
@@ -174,13 +168,10 @@ def shortage(
     free: Callable[[str], float] | None = None,
 ) -> str:
     """Returns the `headline` and tables of what was requested and what exists; `free` gives free amounts, too."""
-    pools: dict[str, list[Seat]] = {}
-    for seat in (seat for reservation in reservations for seat in reservation.seats):
-        pools.setdefault(seat.pool, []).append(seat)
-    pool_rows = [
-        (name, len(seats), _text(seats[0].share), _text(totals(seat.share for seat in seats)))
-        for name, seats in pools.items()
-    ]
+    shares: dict[str, list[Resources]] = {}
+    for reservation in reservations:
+        shares.setdefault(reservation.pool, []).extend([reservation.share] * len(reservation.seats))
+    pool_rows = [(name, len(each), _text(each[0]), _text(totals(each))) for name, each in shares.items()]
     needed = totals(bundle for reservation in reservations for bundle in reservation.bundles)
     exists = totals(nodes)
     header = ["resource", "asked", "exists", "missing"] + (["free now"] if free else [])

@@ -40,11 +40,7 @@ DEFAULT_LOAD = ("prompts_per_step=10", "rollout.num_inference_steps=9")
 HEAD = ("variant", "step s", "images/s", "speed-up", "bound s", "step ÷ bound", "rollout busy", "trainer busy", "age")
 
 
-@dataclass(frozen=True)
-class Variant:
-    name: str
-    mode: str
-    overrides: tuple[str, ...]
+Variants = Mapping[str, tuple[str, Sequence[str]]]  # Name of a variant → its mode and overrides.
 
 
 @dataclass(frozen=True)
@@ -58,40 +54,39 @@ class Measured:
     weights_digest: str
 
 
-def variants(devices: int, rollout: int) -> list[Variant]:
+def variants(devices: int, rollout: int) -> Variants:
     def workers(sampling: int, training: int) -> tuple[str, str]:
         return f"rollout.num_workers={sampling}", f"trainer.num_workers={training}"
 
     one, two = (ONE_POOL, *workers(devices, devices)), workers(rollout, devices - rollout)
-    return [
-        Variant("sync shared", "sync", one),
-        Variant(BASELINE, "sync", two),
-        Variant("stream", "stream", two),
-        Variant("one_step_off", "one_step_off", two),
-        Variant("one_step_off shared", "one_step_off", one),
-        Variant("fully_async", "fully_async", two),
-    ]
+    return {
+        "sync shared": ("sync", one),
+        BASELINE: ("sync", two),
+        "stream": ("stream", two),
+        "one_step_off": ("one_step_off", two),
+        "one_step_off shared": ("one_step_off", one),
+        "fully_async": ("fully_async", two),
+    }
 
 
-def chosen(options: argparse.Namespace) -> list[Variant]:
+def chosen(options: argparse.Namespace) -> Variants:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 2
     devices = sum(options.split) if options.split else options.devices or found
     if devices < 2:
         raise ValueError(f"separate pools need two devices or more, got --devices {devices}")
     every = variants(devices, options.split[0] if options.split else devices // 2)
-    names = [variant.name for variant in every]
-    if unknown := [name for name in options.only if name not in names]:
-        raise ValueError(unknown_name("--only", unknown[0], names))
-    return [variant for variant in every if not options.only or variant.name in options.only]
+    if unknown := [name for name in options.only if name not in every]:
+        raise ValueError(unknown_name("--only", unknown[0], list(every)))
+    return {name: words for name, words in every.items() if not options.only or name in options.only}
 
 
-def run(variant: Variant, overrides: Sequence[str], folder: Path) -> Measured:
-    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", variant.mode, f"output_dir={folder}"]
-    command += [*NOTHING_BUT_TRAINING, *overrides, *variant.overrides]
+def run(name: str, mode: str, overrides: Sequence[str], folder: Path) -> Measured:
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", mode, f"output_dir={folder}"]
+    command += [*NOTHING_BUT_TRAINING, *overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
-        raise ValueError(f"{variant.name} ended with code {done.returncode}:\n{done.stdout[-2000:]}")
-    return read(variant.name, json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        raise ValueError(f"{name} ended with code {done.returncode}:\n{done.stdout[-2000:]}")
+    return read(name, json.loads((folder / "summary.json").read_text(encoding="utf-8")))
 
 
 def read(name: str, summary: Mapping[str, Any]) -> Measured:
@@ -109,19 +104,20 @@ def read(name: str, summary: Mapping[str, Any]) -> Measured:
     )
 
 
-def compare(options: argparse.Namespace, selected: Sequence[Variant]) -> list[dict[str, Measured]]:
+def compare(options: argparse.Namespace, selected: Variants) -> list[dict[str, Measured]]:
     """Makes all repeats, forwards and backwards in turn, so that a slowing machine favours none."""
     overrides = [f"total_steps={options.steps}", *DEFAULT_LOAD, *options.overrides]
     rounds = []
     with tempfile.TemporaryDirectory() as place:
-        compose_config(selected[0].mode, [*overrides, f"output_dir={place}/none"])
+        compose_config(next(iter(selected.values()))[0], [*overrides, f"output_dir={place}/none"])
         for repeat in range(options.repeats):
             measured = {}
-            for variant in reversed(selected) if repeat % 2 else selected:
-                say(f"repeat {repeat + 1} of {options.repeats}: {variant.name}\n", sys.stderr)
-                folder = Path(place) / f"{repeat}-{variant.name.replace(' ', '-')}"
-                measured[variant.name] = run(variant, overrides, folder)
-            rounds.append({variant.name: measured[variant.name] for variant in selected})
+            for name in reversed([*selected]) if repeat % 2 else selected:
+                say(f"repeat {repeat + 1} of {options.repeats}: {name}\n", sys.stderr)
+                mode, words = selected[name]
+                folder = Path(place) / f"{repeat}-{name.replace(' ', '-')}"
+                measured[name] = run(name, mode, [*overrides, *words], folder)
+            rounds.append({name: measured[name] for name in selected})
     return rounds
 
 

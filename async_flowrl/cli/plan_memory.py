@@ -51,17 +51,13 @@ def as_json(plan: MemoryPlan, config: Config, device_gib: float) -> dict[str, An
         process.title.replace(" ", "_"): {**process.footprint.parts, "total": process.footprint.total}
         for process in processes(config)
     }
+    sizes = {name: size for name, size in vars(plan).items() if isinstance(size, int)}
     return {
         "base_parameters": plan.model.base_parameters,
         "adapter_parameters": plan.model.adapter_parameters,
         **parts,
-        "host": plan.host,
-        "ring": plan.ring,
-        "snapshot": plan.snapshot,
+        **sizes,
         "resolution": config.rollout.resolution,
-        "ticket_bytes": plan.ticket_bytes,
-        "payload": plan.payload,
-        "sent_weights": plan.sent_weights,
         "adapter_bytes": plan.model.version_bytes,
         "devices": gpus_taken(config),
         "fits": all_fit(config, device_gib),

@@ -13,7 +13,7 @@ from async_flowrl.controller.reward_servers import SERVERS, server_pools
 from async_flowrl.run.nodes import OUR_CODE
 from async_flowrl.shared.controller import SharedPool
 from async_flowrl.tickets.request import upcoming
-from separation.cohosted import SubPool, sub_groups
+from separation.cohosted import SubPools, sub_groups
 from separation.group import PoolSpec, WorkerGroup
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ def shared_pool(config: Config) -> PoolSpec:
 # The two pools that share the processes of `shared_pool`, each with a map from its lanes to those of the process.
 # Calls to train have a lane of their own, so that they do not wait behind tickets; shared/turns.py decides which of the
 # two computes.
-SUB_POOLS = (
-    SubPool(TRAINER, {"main": "train", **{lane: lane for lane in ("publish", "keep", "save", "control")}}),
-    SubPool(ROLLOUT, {"main": "main", "sync": "sync", "control": "control"}),
-)
+SUB_POOLS: SubPools = {
+    TRAINER: {"main": "train", **{lane: lane for lane in ("publish", "keep", "save", "control")}},
+    ROLLOUT: {"main": "main", "sync": "sync", "control": "control"},
+}
 
 
 def separate_pools(config: Config) -> list[PoolSpec]:

@@ -180,7 +180,7 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
     rewards = {
         pool.name: ToyPool(pool.name, pool.workers, partial(ToyReward, config), world) for pool in scoring_pools(config)
     }
-    return {SHARED: whole, **{each.pool: SubGroup(successors, each) for each in SUB_POOLS}, **rewards}
+    return {SHARED: whole, **{pool: SubGroup(successors, pool, lanes) for pool, lanes in SUB_POOLS.items()}, **rewards}
 
 
 async def _run(

@@ -29,8 +29,8 @@ def trainer(workers: int, each: int, gpus: float = 1.0) -> PoolSpec:
 def test_neighbours_share_a_node_and_every_node_is_another() -> None:
     (reservation,) = plan(trainer(16, 8), nodes=[EIGHT | A, EIGHT | B])
     assert reservation.apart and reservation.bundles == ({"CPU": 8.0, "GPU": 8.0},) * 2
-    assert [seat.bundle for seat in reservation.seats] == [0] * 8 + [1] * 8
-    assert all(seat.share == {"CPU": 1.0, "GPU": 1.0} for seat in reservation.seats)
+    assert [*reservation.seats.values()] == [0] * 8 + [1] * 8
+    assert reservation.share == {"CPU": 1.0, "GPU": 1.0}
 
 
 def test_of_shared_devices_a_node_gives_whole_ones() -> None:

@@ -21,8 +21,8 @@ def test_process_groups_come_first_and_other_workers_have_a_group_each() -> None
     taken = reserve([spec("rollout", 2, gpus=1), spec("trainer", 2, gpus=1, process_group=True)], {"GPU": 4})
     assert [one.name for one in taken] == ["trainer", "rollout-0", "rollout-1"]
     assert taken[0].bundles == ({"CPU": 1.0, "GPU": 1},) * 2
-    assert [(seat.pool, seat.index, seat.bundle) for seat in taken[0].seats] == [("trainer", 0, 0), ("trainer", 1, 1)]
-    assert [(seat.pool, seat.index, seat.bundle) for seat in taken[2].seats] == [("rollout", 1, 0)]
+    assert (taken[0].pool, taken[0].seats) == ("trainer", {0: 0, 1: 1})
+    assert (taken[2].pool, taken[2].seats) == ("rollout", {1: 0})
 
 
 @pytest.mark.parametrize(

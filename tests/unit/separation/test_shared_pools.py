@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from separation.cluster import cluster
-from separation.cohosted import SubGroup, SubPool, sub_groups
+from separation.cohosted import SubGroup, sub_groups
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
 
-SUB_POOLS = (SubPool("one", {"main": "main", "side": "side"}), SubPool("two", {"main": "two"}))
+SUB_POOLS = {"one": {"main": "main", "side": "side"}, "two": {"main": "two"}}
 built: list[str] = []
 
 
