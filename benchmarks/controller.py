@@ -32,7 +32,7 @@ from async_flowrl.training.messages import Manifest, StepPlan, TrainRequest, Upd
 from async_flowrl.training.parts import World, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
 from benchmarks.page import markdown_table
-from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, canary_tensors
+from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, proof_tensors
 from tests.support.toy import toy_config, toy_context
 from tests.support.toy_weights import ToySender, toy_lora, toy_tensors
 from tests.support.virtual import VirtualPool, VirtualWorker, run_virtual
@@ -86,7 +86,7 @@ class AnsweringRollout:
         return self.header, self.payload
 
     def prove(self, version: int) -> dict[str, torch.Tensor]:
-        return canary_proof(self.header.layout)
+        return probe_of_proof(self.header.layout)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> tuple[list[RolloutReport], Any, Trajectory]:
         (request,) = requests
@@ -96,8 +96,8 @@ class AnsweringRollout:
 
 
 @lru_cache
-def canary_proof(layout: Layout) -> dict[str, torch.Tensor]:
-    return binding_probe(toy_lora(canary_tensors(layout, 1)))
+def probe_of_proof(layout: Layout) -> dict[str, torch.Tensor]:
+    return binding_probe(toy_lora(proof_tensors(layout, 1)))
 
 
 @lru_cache

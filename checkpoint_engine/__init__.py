@@ -2,11 +2,11 @@
 
 from checkpoint_engine.base import EVALUATION, RING, Ack, Activation, DeliveryOptions, Draft, Header
 from checkpoint_engine.binding_proof import (
-    CANARY_VERSION,
+    PROOF_VERSION,
     LoraModule,
     binding_probe,
-    canary_tensors,
     check_binding,
+    proof_tensors,
     tensor_probe,
 )
 from checkpoint_engine.delivery import Delivery
@@ -17,7 +17,7 @@ from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver
 
 __all__ = [
-    "CANARY_VERSION",
+    "PROOF_VERSION",
     "EVALUATION",
     "RING",
     "Ack",
@@ -36,7 +36,7 @@ __all__ = [
     "WeightsMismatch",
     "base_digest",
     "binding_probe",
-    "canary_tensors",
+    "proof_tensors",
     "check_binding",
     "tensor_probe",
     "weights_digest",

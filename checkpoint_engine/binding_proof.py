@@ -1,7 +1,7 @@
 """The binding proof checks that delivered LoRA weights are in the right modules, with the right scale.
 
 Digests notice neither two tensors of equal shape that were swapped before hashing, nor a wrong alpha. So both ends
-compute scaling * B (A x) for each module, x seeded by its name, with an adapter of random B, the canary.
+compute scaling * B (A x) for each module, x seeded by its name, with an adapter of random B, the proof weights.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from checkpoint_engine.digest import digest_span, tensor_bytes
 from checkpoint_engine.errors import WeightsMismatch
 from checkpoint_engine.layout import Layout, dtype_of
 
-CANARY_VERSION = -1  # Version number of the canary.
+PROOF_VERSION = -1  # Version number of the proof weights.
 PROJECTIONS = 4
 # Largest allowed relative difference of two probes. They are float64 and differ only by the order of summation.
 MAX_RELATIVE_DIFFERENCE = 1e-9
@@ -80,8 +80,8 @@ def check_binding(trainer: Mapping[str, Tensor], receiver: Mapping[str, Tensor],
             )
 
 
-def canary_tensors(layout: Layout, seed: int) -> dict[str, Tensor]:
-    """Returns the canary: random normal tensors of a layout, each drawn from (seed, name)."""
+def proof_tensors(layout: Layout, seed: int) -> dict[str, Tensor]:
+    """Returns the proof weights: random normal tensors of a layout, each drawn from (seed, name)."""
     return {
         entry.name: torch.randn(entry.shape, generator=_generator(entry.name, str(seed))).to(dtype_of(entry))
         for entry in layout.entries

@@ -141,9 +141,6 @@ class CollectiveSender(Member):
             self._server = TCPStore(host, 0, None, True, limit, wait_for_workers=False)
         return host, self._server.port
 
-    def draft(self, version: int) -> Draft:
-        return self._publisher.draft(version)
-
     def send(self, draft: Draft) -> None:
         """Broadcasts a version, and seals it meanwhile if it is not sealed. Raises TransferFailed or VersionGone."""
         sealing = self._publisher.begin(draft.version)

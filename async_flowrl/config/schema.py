@@ -25,8 +25,7 @@ SHARED = "shared"
 
 @dataclass
 class LoraConfig:
-    """The LoRA that tune=lora trains; the base model is frozen. With tune=full these settings have no effect, and path
-    must be null."""
+    """The LoRA that tune=lora trains, the base model frozen. With tune=full it has no effect, and path must be null."""
 
     rank: DefaultInt = setting(None, at_least=1)
     """Inner dimension of the LoRA's two matrices; a larger one can express more, and more bytes are kept and sent
@@ -77,11 +76,9 @@ class ModelConfig:
     weights: str = setting("files", choices=("files", "random"))
     """files, or random: drawn from seeds on the device, for speed and memory without a download (docs/start/gpu.md)."""
     family: str = setting("auto", changes=NOTHING)
-    """Name in the policies registry, or `pkg.module:attr` or `file.py:attr` of your own; `auto` reads it from
-    model_index.json."""
+    """Name in the policies registry, or `pkg.module:attr` or `file.py:attr` of your own; auto: of model_index.json."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
-    """Dtype in which the network computes; auto = the dtype of the transformer's files. Latents and noise levels are
-    always float32."""
+    """Dtype in which the network computes; auto: that of the transformer's files. Latents, noise levels: float32."""
     max_sequence_length: int | None = setting(None, at_least=1)
     """Text tokens to which prompts are padded or cut, if the family does; null = the diffusers pipeline's default."""
     attention_backend: str | None = setting(None, changes=ROUNDING)
@@ -98,8 +95,7 @@ class RolloutConfig:
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
     """Workers on each node, exactly so many on num_workers / workers_per_node nodes; null = wherever there is room."""
     min_workers: int | None = setting(None, at_least=1, changes=NOTHING)
-    """Fewest workers with which the run starts; it ends if there are fewer for too long (docs/do/nodes.md). null =
-    num_workers."""
+    """Fewest workers with which the run starts; it ends if fewer stay (docs/do/nodes.md). null = num_workers."""
     max_workers: int | None = setting(None, at_least=1, changes=NOTHING)
     """Most workers: the pool grows to this number while nodes have room; null = num_workers. If min_workers or
     max_workers is set, the pool also gives up the workers of a node that is drained."""
@@ -147,11 +143,9 @@ class RolloutConfig:
     num_inference_steps: DefaultInt = setting(None, at_least=2)
     """Denoising steps of an image that is trained on. null = the model family's."""
     true_cfg_scale: DefaultFloat = setting(None, at_least=0)
-    """Scale of classifier-free guidance with a negative prompt, above 1, which doubles the cost; 1 or 0 = off. null =
-    the model family's."""
+    """Scale of classifier-free guidance with a negative prompt, at twice the cost; 1 or 0: off. null = the family's."""
     guidance_scale: DefaultFloat = setting(None, at_least=0)
-    """Guidance scale that distilled models (FLUX) take as a network input; 0 for models without this input. null = the
-    model family's."""
+    """Guidance scale that distilled models (FLUX) take as an input; 0 for models without it. null = the family's."""
     negative_prompt: str = " "
     """Negative prompt of classifier-free guidance, for prompts that have none of their own."""
 
@@ -180,8 +174,7 @@ class AlgorithmConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for an algorithm of your own; the built-in ones use the fields below."""
     final_images: bool = False
-    """true for an algorithm of your own that trains on final images, like diffusion_nft and dpo; denoising steps then
-    add no noise."""
+    """true for an algorithm of your own that trains on final images, like diffusion_nft; no step then adds noise."""
     sde_type: str = setting("sde", choices=SDE_TYPES)
     """Kind of noise in noisy denoising steps: sde (Flow-GRPO), dance_sde (DanceGRPO), cps (coefficients-preserving), or
     ode for no noise, which only algorithms on final images allow."""
@@ -249,8 +242,7 @@ class AlgorithmConfig:
     """Groups whose images all have the same reward. count: they count in the mean over the rows of a step. drop: they
     are not trained at all, their KL neither, and the mean is over the rows that are (flow_grpo's code)."""
     combine: str = setting("sum", choices=("sum", "per_reward"))
-    """With several rewards: sum adds the weighted rewards, then normalises; per_reward normalises each, then adds them
-    with their weights."""
+    """Several rewards: sum adds them, weighted, then normalises; per_reward normalises each, then adds them so."""
     correction: str | None = setting(None, choices=("none", "mask", "tis", "rollout_tis"))
     """Correction for images of older weights. none: nothing. mask: drops rows that moved too far from these weights.
     tis: truncated importance weights with respect to these weights. rollout_tis: the same with respect to the log-probs
@@ -312,8 +304,7 @@ class RewardTerm:
     weight: float = 1.0
     """Factor on this reward in the sum; a negative one trains against it."""
     name: str | None = None
-    """Registered name, `pkg.module:attr` or `file.py:attr`; null = the key under `reward.terms`, or `http` for a term
-    with `serve`."""
+    """Registered name, `pkg.module:attr` or `file.py:attr`; null = the key under `reward.terms`; with `serve` http."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward, e.g. {model: …}; each reward has its own."""
     required: bool = True
@@ -367,8 +358,7 @@ class CurriculumConfig:
     """Groups of images in succession, of one prompt and without any spread of rewards, after which the prompt is set
     aside; null = never. Only groups of steps more than max_staleness steps ago count; these are certainly trained."""
     skip_epochs: int = setting(1, at_least=1)
-    """Passes over the prompts without a prompt that is set aside. Then it comes at least once, and stays if its rewards
-    differ."""
+    """Passes over the prompts without one set aside. Then it comes at least once, and stays if its rewards differ."""
 
 
 @dataclass
@@ -404,8 +394,7 @@ class TrainerConfig:
     """Trainer ranks; they share the groups of a step. The trained weights do not depend on their number, except with
     tune=full and shard=full."""
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
-    """Ranks on each node: exactly this many, in order, on num_workers / workers_per_node nodes; null = on as few nodes
-    as possible."""
+    """Ranks on each node, in order, on num_workers / workers_per_node nodes; null = on as few nodes as possible."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per rank, if the cluster has any; 0 trains on the CPU."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)
@@ -456,8 +445,7 @@ class TrainerConfig:
     prefetch: int = setting(1, at_least=0, changes=ROUNDING)
     """Blocks of the sharded base that are gathered while another block computes."""
     ema_decay: float | None = setting(None, at_least=0, below=1)
-    """Largest decay of an exponential moving average (EMA) of the trained weights; evaluations and export then use it.
-    null = no EMA."""
+    """Largest decay of a moving average (EMA) of the weights, which evaluations and export then use. null = no EMA."""
     ema_every: int = setting(8, at_least=1)
     """Optimizer steps between two updates of the EMA."""
 
@@ -567,8 +555,7 @@ class MonitorConfig:
     wandb_tags: list[str] = field(default_factory=list)
     """Tags of the run at Weights & Biases."""
     metric_aliases: str = setting("none", choices=("none", "verl_omni"))
-    """verl_omni: trackers also get metrics under verl-omni's names, if it has the same ones; metrics.jsonl does not
-    change."""
+    """verl_omni: trackers also get metrics by verl-omni's names if they are the same; metrics.jsonl does not change."""
     report: bool = True
     """Write report.html at the end of the run."""
     report_mib: float = setting(16.0, at_least=0)
@@ -674,8 +661,7 @@ class Config:
     seed: int = setting(0, at_least=0, at_most=MAX_SEED)
     """Seed of every random draw of the training: prompts, noise, windows, the LoRA's initial weights."""
     mode: str | None = setting(None, choices=("sync", "stream", "one_step_off", "fully_async"), changes=NOTHING)
-    """Name of the mode that max_staleness and hand_over make; if it is given, they must agree with it. null = no
-    check."""
+    """Name of the mode that max_staleness and hand_over make; if given, they must agree with it. null = no check."""
     total_steps: int = setting(100, at_least=1)
     """Training steps; in each, prompts_per_step * group_size images are generated, scored and trained on. With
     lr_schedule=constant a run may be resumed with more of them."""
@@ -711,8 +697,7 @@ class Config:
     """Output of the run on stdout. bar: a progress bar. lines: one plain line per step. quiet: only warnings, errors
     and the reason of an early end. auto: bar on a terminal, else lines."""
     tune: str = setting(LORA, choices=(LORA, FULL))
-    """The weights that are trained: lora (a LoRA) or full (the transformer's own weights; see
-    docs/do/full_weights.md)."""
+    """The trained weights: lora (a LoRA) or full (the transformer's own weights; see docs/do/full_weights.md)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     full: FullConfig = field(default_factory=FullConfig)
@@ -748,7 +733,9 @@ class Config:
 
     @property
     def mode_name(self) -> str:
-        return mode_name(self.max_staleness, self.hand_over)
+        if self.max_staleness == 0:
+            return "sync" if self.hand_over == "batch" else "stream"
+        return "one_step_off" if self.max_staleness == 1 else "fully_async"
 
     @property
     def images_per_ticket(self) -> int:
@@ -778,11 +765,7 @@ class Config:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks of a process group share the base, and with tune=full all weights.
-
-        Before, `trainer.shard=auto` was replaced by what it means on the run's devices, or means
-        none.
-        """
+        """Whether the ranks share the base, with tune=full all weights; shard=auto that is not replaced means none."""
         return self.trainer.cpu_offload or self.trainer.shard in ("full", "hybrid")
 
     @property
@@ -796,11 +779,8 @@ class Config:
         return self.tune == FULL and self.trainer.num_workers > 1 and self.is_sharded
 
     def ranks_per_replica(self, ranks: int, *, sharded: bool) -> int:
-        """Returns how many of `ranks` share one copy of the base; 1 if it is not sharded.
-
-        With `trainer.shard=auto` these are the ranks of one node, if there are several, so that blocks are gathered
-        inside it.
-        """
+        """Returns how many of `ranks` share one copy of the base; 1 if it is not sharded."""
+        # With `trainer.shard=auto`, the ranks of one node if there are several: blocks are then gathered inside it.
         if not sharded:
             return 1
         trainer = self.trainer
@@ -813,9 +793,3 @@ def _fill(section: Any, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if getattr(section, key) is None:
             setattr(section, key, value)
-
-
-def mode_name(max_staleness: int, hand_over: str) -> str:
-    if max_staleness == 0:
-        return "sync" if hand_over == "batch" else "stream"
-    return "one_step_off" if max_staleness == 1 else "fully_async"

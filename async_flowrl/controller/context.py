@@ -69,20 +69,6 @@ class DrainingWorkers:
             scope.reschedule(deadline)
 
 
-@dataclass
-class StartingWorkers:
-    """The workers that have come during the run and do not serve, or not yet. Those that serve are not in it."""
-
-    unnamed: int = 0  # Number of processes that are being started; they have no names yet.
-    # Names of the workers that are loading the model and then receive the published weights.
-    under_way: set[str] = field(default_factory=set)
-    # Names of the workers that cannot serve, as loading failed for example, and still occupy a place in the pool.
-    refused: set[str] = field(default_factory=set)
-
-    def __contains__(self, worker: str) -> bool:
-        return worker in self.under_way or worker in self.refused
-
-
 # Share of the requests of a reward to its servers that may fail without a warning; a single one always may.
 FAILED_SHARE = 0.05
 
@@ -141,8 +127,10 @@ class Context:
     lost_pools: dict[str, str] = field(default_factory=dict)
     # The rollout workers that must leave the pool, e.g. because their node ends.
     draining: DrainingWorkers = field(default_factory=DrainingWorkers)
-    # The rollout workers that have joined the pool during the run and get no tickets: not yet, or not at all.
-    starting: StartingWorkers = field(default_factory=StartingWorkers)
+    # Number of rollout workers that are being started for an elastic pool, or load the model and receive weights.
+    arriving: int = 0
+    # Names of the workers of the pool that get no tickets: not yet, or not at all, as loading failed for example.
+    not_serving: set[str] = field(default_factory=set)
     # How often rollout workers exchanged their weights for an average, for an older version, or back (types.py).
     swaps: int = 0
     # Seconds in which rollout workers put versions into their networks. Both are counted since the last step's metrics.

@@ -5,13 +5,13 @@ The classes implement SenderEndpoint and ReceiverEndpoint of checkpoint_engine/b
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import EventLog
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import CANARY_VERSION, RING, Ack, Draft, Header, VersionGone
+from checkpoint_engine import PROOF_VERSION, RING, Ack, Draft, Header, VersionGone
 from checkpoint_engine.process_group import Epoch
 from separation.group import Worker, WorkerDied, WorkerFailed
 from separation.supervise import limited, together
@@ -65,14 +65,14 @@ class TrainerEndpoint:
         await self._call(f"{self._stream}.release", version)
         await self._all("versions.release", self._stream, version)
 
-    async def canary(self) -> tuple[Header, Any, dict[str, Any]]:
+    async def proof(self) -> tuple[Header, Any, dict[str, Any]]:
         """Returns header, bytes (a reference) and probe of random weights (checkpoint_engine/binding_proof.py)."""
-        probes = await self._all("sender.canary", lane="main")
-        header = await self._seal(CANARY_VERSION)
-        return header, await self.payload(CANARY_VERSION), probes[0]
+        probes = await self._all("sender.proof", lane="main")
+        header = await self._seal(PROOF_VERSION)
+        return header, await self.payload(PROOF_VERSION), probes[0]
 
-    async def canary_again(self) -> Any:
-        return await self._split("sender.canary_again", lane="main")
+    async def proof_again(self) -> Any:
+        return await self._split("sender.proof_again", lane="main")
 
     async def address(self) -> tuple[str, int]:
         address: tuple[str, int] = await self._call("collective.address", self._first.node)
@@ -120,8 +120,20 @@ class TrainerEndpoint:
         async with self._answers(waiting, method):
             return await together(*(answered(rank) for rank in self._ranks))
 
-    def _answers(self, waiting: Sequence[str], method: str) -> AbstractAsyncContextManager[None]:
-        return answers_of(waiting, method, self._config.deadlines.publish)
+    @asynccontextmanager
+    async def _answers(self, waiting: Sequence[str], method: str) -> AsyncIterator[None]:
+        """Raises SenderLate if the body waits too long for the ranks in `waiting`, from which it may take names out.
+
+        Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body.
+        """
+        seconds = self._config.deadlines.publish
+        try:
+            async with limited(seconds, lambda: SenderLate(waiting, method, seconds)):
+                yield
+        except WorkerDied as error:
+            raise SenderLost(error.worker, error.reason) from error
+        except WorkerFailed as error:
+            raise SenderFailed(error.worker, error.method, error.kind, error.message, error.remote_traceback) from error
 
     async def _keep(self, version: int, *, lane: str) -> None:
         if self._config.keeps_state:
@@ -166,16 +178,6 @@ class GatheredEndpoint(TrainerEndpoint):
         except SenderFailed as error:
             if error.exception != VersionGone.__name__:
                 raise
-        async with self._training, self._gathering:
-            return await self._recall(version)
-
-    async def hold(self, version: int) -> None:
-        await self._keep(version, lane=PUBLISHING)
-
-    async def release(self, version: int) -> None:
-        await self._all("versions.release", self._stream, version)
-
-    async def _recall(self, version: int) -> Any:
         method, arguments = "sender.recall", (version, self._stream)
 
         def recalled(rank: Worker) -> Coroutine[Any, Any, Any]:
@@ -183,8 +185,15 @@ class GatheredEndpoint(TrainerEndpoint):
                 return rank.call_split(method, *arguments, returns=2)
             return rank.call(method, *arguments)
 
-        answers = await self._together(method, recalled)
+        async with self._training, self._gathering:
+            answers = await self._together(method, recalled)
         return answers[0][1][0]
+
+    async def hold(self, version: int) -> None:
+        await self._keep(version, lane=PUBLISHING)
+
+    async def release(self, version: int) -> None:
+        await self._all("versions.release", self._stream, version)
 
     async def _keep(self, version: int, *, lane: str) -> None:
         await self._all("versions.keep", self._stream, version, lane=lane)
@@ -254,18 +263,3 @@ class SenderLate(RuntimeError):
         late = f"{', '.join(workers)} {'has' if len(workers) == 1 else 'have'}"
         super().__init__(f"publish: {late} not answered {method} within the deadline of {seconds:g} s")
         self.workers, self.method, self.seconds = tuple(workers), method, seconds
-
-
-@asynccontextmanager
-async def answers_of(waiting: Sequence[str], method: str, seconds: float) -> AsyncIterator[None]:
-    """Raises SenderLate if the body waits too long for the ranks named in `waiting`, from which it may take names out.
-
-    Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body.
-    """
-    try:
-        async with limited(seconds, lambda: SenderLate(waiting, method, seconds)):
-            yield
-    except WorkerDied as error:
-        raise SenderLost(error.worker, error.reason) from error
-    except WorkerFailed as error:
-        raise SenderFailed(error.worker, error.method, error.kind, error.message, error.remote_traceback) from error

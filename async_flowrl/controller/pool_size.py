@@ -55,12 +55,11 @@ async def change_size(ctx: Context, growth: Growth, serve: Callable[[int], None]
 
 async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks: asyncio.TaskGroup) -> None:
     """Starts a worker for every seat that becomes free; the seat of one that cannot serve is kept for a pause."""
-    pauses, starting = Pauses(), ctx.starting
-    unfilled: list[Any] = []
+    pauses, unfilled = Pauses(), list[Any]()
 
     async def fill(seat: Any) -> Worker | None:
         """Builds the worker of the seat; if that fails, gives the seat back after a pause and returns None."""
-        starting.unnamed += 1
+        ctx.arriving += 1
         try:
             worker = await growth.fill(seat)
         except TURNED_AWAY as error:
@@ -70,7 +69,7 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
             unfilled.remove(seat)
             return worker
         finally:
-            starting.unnamed -= 1
+            ctx.arriving -= 1
         await asyncio.sleep(pause)
         unfilled.remove(seat)
         await growth.give_back(seat)
@@ -80,20 +79,21 @@ async def grow(ctx: Context, growth: Growth, serve: Callable[[int], None], tasks
         """Builds the seat's worker and serves it, or takes it out. Raises SenderLost, SenderFailed, SenderLate."""
         if (worker := await fill(seat)) is None:
             return
-        starting.under_way.add(worker.name)
+        ctx.arriving += 1
+        ctx.not_serving.add(worker.name)
         try:
             await admit(ctx, worker, newcomer=True)
         except (SenderLost, SenderFailed):  # Among the errors in TURNED_AWAY, but a trainer rank's death or failure.
             raise
         except TURNED_AWAY as error:
             refuse(ctx, worker.name, error)
-            starting.refused.add(worker.name)
-            starting.under_way.discard(worker.name)
+            ctx.arriving -= 1
             await take_out(ctx, worker, keep_seat=pauses.after_failure())
-            starting.refused.discard(worker.name)
+            ctx.not_serving.discard(worker.name)
             return
         pauses.forget()
-        starting.under_way.discard(worker.name)
+        ctx.arriving -= 1
+        ctx.not_serving.discard(worker.name)
         ctx.observer.event("worker_joined", worker=worker.name, node=worker.node, workers=serving(ctx))
         logger.warning("%s on %s joined: %s", worker.name, worker.node, counted(ctx))
         serve(worker.index)
@@ -139,7 +139,7 @@ async def take_out(ctx: Context, worker: Worker, *, keep_seat: float = 0.0) -> N
 
 
 def serving(ctx: Context) -> int:
-    return sum(worker.name not in ctx.starting for worker in ctx.rollout.workers)
+    return sum(worker.name not in ctx.not_serving for worker in ctx.rollout.workers)
 
 
 def counted(ctx: Context) -> str:
@@ -159,7 +159,7 @@ async def watch_size(ctx: Context) -> None:
         limit = 2 * seconds if tried else seconds
         if serving(ctx) >= least:
             enough, tried = clock(), False
-        elif ctx.starting.unnamed or ctx.starting.under_way:
+        elif ctx.arriving:
             tried = True
         elif clock() - enough > limit:
             raise PoolTooSmall(

@@ -4,10 +4,10 @@ It tells the ticket table the digest of every published version, and which worke
 """
 
 import asyncio
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.deadlines import SeparatePools
@@ -16,14 +16,12 @@ from async_flowrl.controller.rank_weights import ReplicatedWeights
 from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import CANARY_VERSION, EVALUATION, Ack, Delivery, Header, check_binding
+from checkpoint_engine import EVALUATION, PROOF_VERSION, Ack, Delivery, Header, check_binding
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, error_names, verdict
 from checkpoint_engine.transports import OBJECT_STORE
 from separation.group import RefLost, Worker, WorkerDied, WorkerGroup
 from separation.supervise import DeadlineExceeded, Signal, deadline
-
-T = TypeVar("T")
 
 # Workers given up over corrupted weights without a new version anywhere; with so many the sender is at fault.
 MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
@@ -31,53 +29,6 @@ MAX_CORRUPTED_WORKERS_IN_A_ROW = 3
 
 class CorruptedVersion(RuntimeError):
     """Raised if too many workers receive damaged weights, so that the sender is at fault and no replacement helps."""
-
-
-@dataclass
-class WorkerProof:
-    """Proves with random weights (the canary) that a new rollout worker computes the same as the trainer."""
-
-    config: Config
-    observer: EventLog
-    sender: TrainerEndpoint
-    header: Header = field(init=False)
-    payload: Any = None  # A reference to the canary's bytes in the object store.
-    # Results of the trainer's network with the canary (checkpoint_engine/binding_proof.py).
-    probe: dict[str, Any] = field(default_factory=dict)
-
-    async def begin(self) -> None:
-        """Has the trainer make the canary. Raises SenderLost, SenderFailed or SenderLate."""
-        self.header, self.payload, self.probe = await self.sender.canary()
-
-    async def of(self, worker: Worker) -> None:
-        """Delivers the canary and compares both networks' results.
-
-        Raises WeightsMismatch, which names the module, WorkerDied, DeadlineExceeded, and the errors of the sender.
-        """
-        await self._deliver(worker)
-        proof = await in_time(self.config, f"proof of {worker.name}", worker.call("prove", CANARY_VERSION))
-        check_binding(self.probe, proof, who=worker.name)
-
-    async def _deliver(self, worker: Worker) -> None:
-        retries = self.config.checkpoint_engine.retries
-        end = RolloutEndpoint(worker, self.observer)
-        for attempt in range(retries + 1):
-            try:
-                await in_time(self.config, f"canary to {worker.name}", end.receive(self.header, self.payload))
-                return
-            except Exception as error:
-                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
-                    raise
-                if attempt == retries:
-                    raise WorkerDied(worker.name, f"given up, the canary does not arrive: {error}") from error
-                if isinstance(error, RefLost):
-                    self.payload = await self.sender.canary_again()
-
-
-async def in_time(config: Config, what: str, call: Awaitable[T]) -> T:
-    """Returns the call's result. Raises DeadlineExceeded, which names `what`, after `deadlines.publish`."""
-    async with deadline(config.deadlines.publish, f"publish: {what}"):
-        return await call
 
 
 @dataclass
@@ -99,7 +50,8 @@ class PublishedWeights:
     held: Collection[int] = ()  # Versions that an earlier attempt has published, and whose evaluation is not made yet.
     sender: TrainerEndpoint = field(init=False)
     delivery: Delivery = field(init=False)
-    proof: WorkerProof = field(init=False)
+    # Random weights by which a worker is proven: header, bytes (a reference), what the trainer's network makes of them.
+    _proof: tuple[Header, Any, dict[str, Any]] = field(init=False)
     stall_seconds: float = 0.0  # Seconds that the trainer has waited in `publish`.
     _first: int = 0  # First version that this attempt publishes for training.
     _newest: int = -1  # Highest version that any worker has acknowledged; -1 for none.
@@ -111,10 +63,9 @@ class PublishedWeights:
 
     def __post_init__(self) -> None:
         self.sender = self.trained.sender(self.config, self.sealed)
-        self.proof = WorkerProof(self.config, self.observer, self.sender)
 
     async def publish_first(self) -> None:
-        """Checks all present workers with the canary, then publishes the versions that the first tickets name."""
+        """Proves all present workers, then publishes the versions that the first tickets name."""
         present = list(self.rollout.workers)
         await self._start()
         async with asyncio.TaskGroup() as tasks:
@@ -140,7 +91,7 @@ class PublishedWeights:
         await self.delivery.publish(version)
         self.stall_seconds += clock() - began
         self._book("idle")
-        self.observer.event("version", stream="policy", version=version, state="staged", digest=None, worker=None)
+        self._record("staged", POLICY, version)
 
     def _book(self, state: str) -> None:
         for rank in self.trained.ranks:
@@ -153,9 +104,35 @@ class PublishedWeights:
         SenderLate.
         """
         await self._started.wait()
-        await self.proof.of(worker)
+        await self.prove(worker)
         oldest = self._oldest_named()
         await self._join(worker, [v for v in self.table.published if v >= oldest])
+
+    async def prove(self, worker: Worker) -> None:
+        """Delivers random weights to a new worker and checks that it computes the same with them as the trainer.
+
+        Raises WeightsMismatch, which names the module, WorkerDied, DeadlineExceeded, and the errors of the sender.
+        """
+        await self._deliver_proof(worker)
+        async with deadline(self.config.deadlines.publish, f"publish: proof of {worker.name}"):
+            answer = await worker.call("prove", PROOF_VERSION)
+        check_binding(self._proof[2], answer, who=worker.name)
+
+    async def _deliver_proof(self, worker: Worker) -> None:
+        retries, end = self.config.checkpoint_engine.retries, RolloutEndpoint(worker, self.observer)
+        for attempt in range(retries + 1):
+            header, payload, probe = self._proof
+            try:
+                async with deadline(self.config.deadlines.publish, f"publish: proof to {worker.name}"):
+                    await end.receive(header, payload)
+                return
+            except Exception as error:
+                if verdict(error) is not Verdict.RESEND or isinstance(error, DeadlineExceeded):
+                    raise
+                if attempt == retries:
+                    raise WorkerDied(worker.name, f"given up, the proof does not arrive: {error}") from error
+                if isinstance(error, RefLost):
+                    self._proof = header, await self.sender.proof_again(), probe
 
     def _oldest_named(self) -> int:
         return self.table.shape.version_for(self.table.step)
@@ -202,9 +179,12 @@ class PublishedWeights:
         self.work.notify()
 
     def _sent(self, header: Header) -> None:
-        self.observer.event(
-            "version", stream=header.stream, version=header.version, state="sent", digest=header.digest, worker=None
-        )
+        self._record("sent", header.stream, header.version, header.digest)
+
+    def _record(
+        self, state: str, stream: str, version: int, digest: str | None = None, worker: str | None = None
+    ) -> None:
+        self.observer.event("version", stream=stream, version=version, state=state, digest=digest, worker=worker)
 
     def report(self) -> dict[str, Any]:
         """Returns the `sync` section of summary.json."""
@@ -215,7 +195,7 @@ class PublishedWeights:
 
     async def _start(self) -> None:
         config = self.config
-        await self.proof.begin()
+        self._proof = await self.sender.proof()
         broadcast = None
         if self.transport != OBJECT_STORE:
             broadcast = CollectiveBroadcast(
@@ -237,7 +217,7 @@ class PublishedWeights:
 
     async def _admit(self, worker: Worker) -> None:
         try:
-            await self.proof.of(worker)
+            await self.prove(worker)
         except SenderLost:
             raise
         except (WorkerDied, DeadlineExceeded) as lost:
@@ -257,9 +237,7 @@ class PublishedWeights:
         if ack.version > self._newest:
             self._newest, self._corrupted = ack.version, 0
         self.table.acknowledge(worker, ack.version, ack.digest, evaluation=ack.slot == EVALUATION)
-        self.observer.event(
-            "version", stream=ack.stream, version=ack.version, state="acknowledged", digest=ack.digest, worker=worker
-        )
+        self._record("acknowledged", ack.stream, ack.version, ack.digest, worker)
         self.work.notify(worker)
 
     async def _give_up(self, name: str, error: BaseException) -> None:

@@ -4,12 +4,13 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from async_flowrl.config.check import ConfigError, check
 from async_flowrl.config.placement import placement_of
-from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig, mode_name
+from async_flowrl.config.schema import SHARED, Config, RewardTerm, RolloutConfig, TrainerConfig
 from async_flowrl.config.scoring_pools import (
     ROLLOUT,
     TRAINER,
@@ -159,7 +160,7 @@ def changes(process: Process, config: Config) -> Iterator[Change]:
         yield {"model.dtype": "bfloat16"}
     if not full:
         yield {"lora.rank": config.lora.rank // 2}
-    mode = {} if config.mode is None else {"mode": mode_name(0, config.hand_over)}
+    mode = {} if config.mode is None else {"mode": replace(config, max_staleness=0).mode_name}
     yield {"max_staleness": 0, **mode}
 
 

@@ -26,8 +26,8 @@ from async_flowrl.rollout.registry import load_engine, open_embeddings
 from async_flowrl.rollout.text_encoder import StoredEmbeddings
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import ACTIVATE, EMA, EVALUATION, POLICY, EmbeddingKey, RolloutReport, RolloutRequest, Span
-from checkpoint_engine import CANARY_VERSION, RING, Activation, Receiver
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
+from checkpoint_engine import PROOF_VERSION, RING, Activation, Receiver
 from checkpoint_engine.collective import CollectiveReceiver
 from separation.node import bind
 
@@ -130,7 +130,7 @@ class RolloutWorker:
 
 def is_swap(before: Activation | None, now: Activation | None) -> int:
     """1 where the weights are neither the same as before nor a newer version of the same stream, else 0."""
-    if before is None or now is None or before.digest == now.digest or before.version == CANARY_VERSION:
+    if before is None or now is None or before.digest == now.digest or before.version == PROOF_VERSION:
         return 0
     return int(before.stream != now.stream or before.version > now.version)
 

@@ -154,7 +154,7 @@ class SharedStreams(PublishedStreams):
         self.lane = lane
 
     stage = beside(PublishedStreams.stage)
-    canary = beside(PublishedStreams.canary)
+    proof = beside(PublishedStreams.proof)
 
 
 class SharedRollout(RolloutWorker):

@@ -13,10 +13,10 @@ from async_flowrl.policies.base import Shapes
 from async_flowrl.tickets.table import Shape
 
 _FLOAT_BYTES = 4
-# Most versions that lie in the object store at the same time in an undisturbed run: the canary, which stays for workers
-# that join later; the one under way; and one that is evaluated, the moving average (EMA) or a version again.  Not
-# counted are copies on further nodes, and versions that wait for a worker which takes longer than a step for one, or
-# which joins while the run goes on.
+# Most versions that lie in the object store at the same time in an undisturbed run: the proof weights, which stay for
+# workers that join later; the one under way; and one that is evaluated, the moving average (EMA) or a version again.
+# Not counted are copies on further nodes, and versions that wait for a worker which takes longer than a step for one,
+# or which joins while the run goes on.
 SENT_VERSIONS = 3
 HELD = 2  # Versions that are kept for evaluations: of one that is under way, and of the next one.
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from time import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from async_flowrl.policies.registry import ResolvedModel, check_revision
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.checkpoint import Checkpoint
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.update import Update
@@ -17,26 +16,30 @@ from async_flowrl.training.versions import Versions
 from async_flowrl.types import Span
 from checkpoint_engine.side_stream import SideStream, on, recorded
 
+# Number of the newest copies that are retained: the one under way, and one whose version may still be asked for.
+RETAINED = 2
 
-@dataclass(frozen=True)
-class RankState:
-    """The objects of a rank that have state; it copies their state, and gives it back to them."""
 
-    inputs: UpdateInputs
-    model: ResolvedModel
-    versions: Versions
-    update: Update
-    lora: Mapping[str, float | None] | None  # Rank and alpha of the trained LoRA; None with whole weights.
+class Snapshots:
+    """The state of a rank and its copies. `begin` and `wait` are for the lane that trains, `of` is for any."""
+
+    def __init__(self, inputs: UpdateInputs, model: ResolvedModel, versions: Versions, update: Update) -> None:
+        self.inputs, self.model, self.versions, self.update = inputs, model, versions, update
+        self._side = SideStream.of(inputs.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._copies: dict[int, Future[Checkpoint]] = {}
+        self._under_way: Future[Checkpoint] | None = None
 
     def counters(self) -> dict[str, Any]:
         """Returns the state without tensors, as JSON. Raises RuntimeError while an optimizer step is under way."""
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
+        tuning = tuning_of(self.inputs.config)
         return {
             "version": self.versions.newest,
             "optimizer_steps": self.inputs.optimizer.steps,
             "sum_exponent": self.update.exponent,
-            "lora": self.lora,
+            "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
             "model": {"path": self.inputs.config.model.path, "revision": self.model.revision},
         }
 
@@ -63,6 +66,9 @@ class RankState:
             )
 
     def load(self, checkpoint: Checkpoint) -> None:
+        """Takes over the state, and forgets all copies."""
+        self.wait()
+        self._copies.clear()
         self.inputs.parameters.load(self.inputs.parameters.pack(checkpoint.tensors["weights"], where="weights"))
         self.inputs.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
         self.update.exponent = int(checkpoint.trainer["sum_exponent"])
@@ -70,27 +76,12 @@ class RankState:
         if (load_state_dict := getattr(self.inputs.algorithm, "load_state_dict", None)) is not None:
             load_state_dict(checkpoint.tensors["algorithm"])
 
-
-# Number of the newest copies that are retained: the one under way, and one whose version may still be asked for.
-RETAINED = 2
-
-
-class Snapshots:
-    """The copies of one rank. `begin` and `wait` belong to the lane that trains, `of` may be called on any lane."""
-
-    def __init__(self, state: RankState, device: torch.device) -> None:
-        self._state, self._device = state, device
-        self._side = SideStream.of(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._copies: dict[int, Future[Checkpoint]] = {}
-        self._under_way: Future[Checkpoint] | None = None
-
     def begin(self) -> int:
         """Begins to copy the state; returns its version. Raises RuntimeError while an optimizer step is under way."""
-        counters = self._state.counters()
+        counters = self.counters()
         version = int(counters["version"])
         if version not in self._copies:
-            ready = recorded(self._device)  # The copy must not read what the device has still to write.
+            ready = recorded(self.inputs.device)  # The copy must not read what the device has still to write.
             self._under_way = self._copies[version] = self._thread.submit(self._copied, counters, ready)
             for old in sorted(self._copies)[:-RETAINED]:
                 del self._copies[old]
@@ -112,15 +103,11 @@ class Snapshots:
     def forget(self, version: int) -> None:
         self._copies.pop(version, None)
 
-    def clear(self) -> None:
-        self.wait()
-        self._copies.clear()
-
     def _copied(self, counters: dict[str, Any], ready: Any) -> Checkpoint:
         with on(self._side):
             if self._side is not None:
                 self._side.wait(ready)
-            copy = Checkpoint(self._state.tensors(), counters, {})
+            copy = Checkpoint(self.tensors(), counters, {})
             if self._side is not None:
                 self._side.synchronize()
         return copy

@@ -42,7 +42,7 @@ from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import World
 from async_flowrl.training.rank_model import load_model
 from async_flowrl.training.sharded import ShardedParameters, ShardSaving
-from async_flowrl.training.snapshots import RankState, Snapshots
+from async_flowrl.training.snapshots import Snapshots
 from async_flowrl.training.update import Update
 from async_flowrl.training.versions import GatheredStreams, PublishedStreams, Versions
 from async_flowrl.transfers import ONE_AT_A_TIME
@@ -90,7 +90,6 @@ class TrainerWorker:
         self.snapshots: Snapshots
         # The sending end of the weights, on the first rank only, or on each if it has a share of them.
         self.sender: PublishedStreams
-        self._state: RankState
         self._warned_of_rounding = False
 
     def load(self, layout: Layout | None = None) -> dict[str, Any]:
@@ -105,8 +104,7 @@ class TrainerWorker:
         self.policy, dtypes, self.world, report = load_model(
             self.config, self.model, device=self.device, sizes=self._sizes, one_base=base, world=world
         )
-        tuning = tuning_of(self.config)
-        trained = tuning.parameters(self.policy.transformer)
+        trained = tuning_of(self.config).parameters(self.policy.transformer)
         if self.world.by_group:
             self.parameters = ShardedParameters(trained, self.policy.transformer, self.world, self.device)
             self.saving = ShardSaving(self.world)
@@ -131,9 +129,7 @@ class TrainerWorker:
             turn=self._turn,
         )
         self.update = Update(made)
-        lora = None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha}
-        self._state = RankState(made, self.model, self.versions, self.update, lora)
-        self.snapshots = Snapshots(self._state, self.device)
+        self.snapshots = Snapshots(made, self.model, self.versions, self.update)
         self.parameters.before_change = self.snapshots.wait
         peak = self.config.hardware.peak_tflops
         return report | {
@@ -201,7 +197,8 @@ class TrainerWorker:
     def snapshot(self) -> int:
         """Begins to copy the state to host memory; returns its version. Raises RuntimeError during a step."""
         if self.world.by_group:
-            self.saving.snapshot = self.versions.newest, Checkpoint(self._state.tensors(), self._state.counters(), {})
+            copy = Checkpoint(self.snapshots.tensors(), self.snapshots.counters(), {})
+            self.saving.snapshot = self.versions.newest, copy
             return self.versions.newest
         return self.snapshots.begin()
 
@@ -244,13 +241,12 @@ class TrainerWorker:
         else:
             checkpoint = read_checkpoint(Path(path))
             check_ranks(Path(path), checkpoint.trainer, None)
-        self._state.check(checkpoint, path)
+        self.snapshots.check(checkpoint, path)
         self._restore(checkpoint, held)
         return cast("int", checkpoint.trainer["version"])
 
     def _restore(self, checkpoint: Checkpoint, held: Collection[tuple[str, int]]) -> None:
-        self.snapshots.clear()
-        self._state.load(checkpoint)
+        self.snapshots.load(checkpoint)
         if self._sends:
             self.sender.clear()
         self.versions.take_kept({key: flat for key, flat in held_in(checkpoint).items() if key in held})

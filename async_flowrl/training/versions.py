@@ -17,7 +17,7 @@ from async_flowrl.seeds import derive
 from async_flowrl.training.flat import ALIGN_ELEMENTS, FlatParameters
 from async_flowrl.training.sharded import ShardedParameters
 from async_flowrl.types import EMA, POLICY, ByteArray
-from checkpoint_engine import CANARY_VERSION, Header, Layout, Publisher, VersionGone, canary_tensors, tensor_probe
+from checkpoint_engine import PROOF_VERSION, Header, Layout, Publisher, VersionGone, proof_tensors, tensor_probe
 from checkpoint_engine.collective import CollectiveSender
 from checkpoint_engine.gather import Gather, GatheredVersions, Share, shard_rows
 from checkpoint_engine.layout import dtype_of
@@ -164,7 +164,7 @@ class Versions:
 class PublishedStreams:
     """The publishers of the policy and, with `trainer.ema_decay`, of its EMA.
 
-    `stage` and `canary` run in the trainer's main thread. Calls to the publishers themselves run in another thread (the
+    `stage` and `proof` run in the trainer's main thread. Calls to the publishers themselves run in another thread (the
     "publish" lane), at the same time as the next training step.
     """
 
@@ -194,22 +194,22 @@ class PublishedStreams:
             raise ValueError(f"version {version} of stream {stream} is not here to be published")
         self._stage(stream, version, flat)
 
-    def canary(self) -> dict[str, Tensor]:
-        """Stages random weights (the canary) as version CANARY_VERSION and returns the probe of this rank's network.
+    def proof(self) -> dict[str, Tensor]:
+        """Stages the proof weights, random ones, as version PROOF_VERSION; returns the probe of this rank's network.
 
         Rollout workers must give the same probe for it. The probe of version 0 would prove nothing: it is equal to that
         of the model as it was loaded.
         """
-        flat = self._canary()
-        self._stage(POLICY, CANARY_VERSION, flat)
+        flat = self._proof()
+        self._stage(POLICY, PROOF_VERSION, flat)
         with self._parameters.swapped(flat):
             return self._tuning.probe(self._policy.transformer)
 
-    def canary_again(self) -> tuple[Header, ByteArray]:
-        """Header and bytes of the canary, for when those that were sent are lost with their node. For any rank."""
+    def proof_again(self) -> tuple[Header, ByteArray]:
+        """Header and bytes of the proof weights, if those that were sent are lost with their node. For any rank."""
         layout = self.policy.layout
-        data = layout.packed(canary_tensors(layout, derive(self._config.seed, "canary")))
-        return self.policy.draft(CANARY_VERSION).sealed(layout.digests(data)), data
+        data = layout.packed(proof_tensors(layout, derive(self._config.seed, "proof")))
+        return self.policy.draft(PROOF_VERSION).sealed(layout.digests(data)), data
 
     def clear(self) -> None:
         for publisher in filter(None, (self.policy, self.ema)):
@@ -222,9 +222,9 @@ class PublishedStreams:
             raise ValueError(f"no stream {stream!r} here, only {POLICY if self.ema is None else f'{POLICY}, {EMA}'}")
         return self.ema
 
-    def _canary(self) -> Tensor:
-        tensors = canary_tensors(self.policy.layout, derive(self._config.seed, "canary"))
-        return self._parameters.pack(tensors, where="canary", dtype=self._versions.dtype)
+    def _proof(self) -> Tensor:
+        tensors = proof_tensors(self.policy.layout, derive(self._config.seed, "proof"))
+        return self._parameters.pack(tensors, where="proof", dtype=self._versions.dtype)
 
     def _stage(self, stream: str, version: int, flat: Tensor) -> None:
         named = self._parameters.named(flat.to(self._parameters.values.device))
@@ -234,7 +234,7 @@ class PublishedStreams:
 class GatheredStreams(PublishedStreams):
     """As PublishedStreams, on every rank; the first one gathers a version from all of them and sends it.
 
-    All ranks must make the same calls of `canary`, `gather` and `recall` in the same order, one at a time. `gather`
+    All ranks must make the same calls of `proof`, `gather` and `recall` in the same order, one at a time. `gather`
     runs in the "publish" lane, the others between two calls to train.
     """
 
@@ -270,10 +270,10 @@ class GatheredStreams(PublishedStreams):
             raise VersionGone(f"version {version} of stream {stream} is not kept any more")
         return cast("GatheredVersions", self._publisher(stream)).recall(version, self._share(flat))
 
-    def canary(self) -> dict[str, Tensor]:
+    def proof(self) -> dict[str, Tensor]:
         """Stages this rank's rows; the probe is equal on all ranks, which gather one tensor after the other."""
-        flat = self._canary()
-        self._shares[POLICY, CANARY_VERSION] = self._share(flat)
+        flat = self._proof()
+        self._shares[POLICY, PROOF_VERSION] = self._share(flat)
         live = tuning_of(self._config).parameters(self._policy.transformer)
         probe: dict[str, Tensor] = {}
         with self._parameters.swapped(flat):
@@ -292,12 +292,12 @@ class GatheredStreams(PublishedStreams):
         flat = flat.to(self._versions.dtype)  # An average is kept in float32, in host memory.
         return self._gather.share(flat, recorded(flat.device))
 
-    def _canary(self) -> Tensor:
+    def _proof(self) -> Tensor:
         """One whole tensor at a time is drawn, so that its values don't depend on the number of ranks."""
-        seed, world = derive(self._config.seed, "canary"), self._sharded.world
+        seed, world = derive(self._config.seed, "proof"), self._sharded.world
         rows = {}
         for entry in self.policy.layout.entries:
-            whole = canary_tensors(Layout((entry,), entry.nbytes), seed)[entry.name]
+            whole = proof_tensors(Layout((entry,), entry.nbytes), seed)[entry.name]
             own = shard_rows(entry.shape[0], world.size, world.rank)
             rows[entry.name] = whole[own.start : own.stop].to(dtype_of(entry))
-        return self._parameters.pack(rows, where="canary", dtype=self._versions.dtype)
+        return self._parameters.pack(rows, where="proof", dtype=self._versions.dtype)

@@ -105,7 +105,7 @@ WEIGHT_FAULTS = (
     ),
     Mutant(
         "a replacement serves without proof",
-        {"async_flowrl.controller.weights:WorkerProof.of": nothing_awaited},
+        {"async_flowrl.controller.weights:PublishedWeights.prove": nothing_awaited},
         f"{FAULTS}:test_a_worker_that_computes_with_other_modules_never_serves",
         arguments={"name": "rollout-0.1"},
         raises=("Failed",),
@@ -136,7 +136,7 @@ WEIGHT_FAULTS = (
     Mutant(
         "two parameters of one shape take each other's weights",
         {"async_flowrl.rollout.diffusers_engine:DiffusersEngine.live_tensors": two_swapped},
-        "tests.unit.training.test_full_weights:test_the_canary_is_found_under_the_networks_own_names",
+        "tests.unit.training.test_full_weights:test_the_proof_is_found_under_the_networks_own_names",
         raises=("WeightsMismatch",),
     ),
     Mutant(

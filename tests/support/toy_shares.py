@@ -18,12 +18,12 @@ from async_flowrl.training.parts import World
 from async_flowrl.training.sharded import ShardSaving
 from async_flowrl.types import POLICY
 from checkpoint_engine import (
-    CANARY_VERSION,
+    PROOF_VERSION,
     Header,
     Publisher,
     VersionGone,
     binding_probe,
-    canary_tensors,
+    proof_tensors,
     weights_digest,
 )
 from checkpoint_engine.digest import tensor_bytes
@@ -85,9 +85,9 @@ class ToyShareSender(ToySender):
         data = layout.packed(self._whole(rows))
         return getattr(self, stream).draft(version).sealed(layout.digests(data)), data
 
-    def canary(self) -> dict[str, Tensor]:
-        whole = canary_tensors(self.policy.layout, 1)
-        self.staged[POLICY, CANARY_VERSION] = {name: self.trainer.own(tensor) for name, tensor in whole.items()}
+    def proof(self) -> dict[str, Tensor]:
+        whole = proof_tensors(self.policy.layout, 1)
+        self.staged[POLICY, PROOF_VERSION] = {name: self.trainer.own(tensor) for name, tensor in whole.items()}
         return binding_probe(toy_lora(whole))
 
     def _whole(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

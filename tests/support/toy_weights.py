@@ -8,7 +8,7 @@ import torch
 
 from async_flowrl.seeds import generator
 from async_flowrl.types import EMA, POLICY
-from checkpoint_engine import CANARY_VERSION, LoraModule, Publisher, binding_probe, canary_tensors
+from checkpoint_engine import PROOF_VERSION, LoraModule, Publisher, binding_probe, proof_tensors
 
 SIZE = 8
 LORA: Mapping[str, Any] = {"alpha": 4.0, "rank": 2}
@@ -72,16 +72,16 @@ class ToySender:
         self.policy.clear()
         self.ema.clear()
 
-    def canary(self) -> dict[str, torch.Tensor]:
-        tensors = canary_tensors(self.policy.layout, 1)
-        self.policy.stage(CANARY_VERSION, tensors)
+    def proof(self) -> dict[str, torch.Tensor]:
+        tensors = proof_tensors(self.policy.layout, 1)
+        self.policy.stage(PROOF_VERSION, tensors)
         return binding_probe(toy_lora(tensors))
 
-    def canary_again(self) -> Any:
-        again = Publisher(canary_tensors(self.policy.layout, 1), **self.lora)
-        again.stage(CANARY_VERSION)
-        again.seal(CANARY_VERSION)
-        return again.payload(CANARY_VERSION)
+    def proof_again(self) -> Any:
+        again = Publisher(proof_tensors(self.policy.layout, 1), **self.lora)
+        again.stage(PROOF_VERSION)
+        again.seal(PROOF_VERSION)
+        return again.payload(PROOF_VERSION)
 
     def stage(self, version: int, stream: str) -> None:
         getattr(self, stream).stage(version, self.weights(stream, version))

@@ -112,10 +112,10 @@ def test_a_worker_that_computes_with_other_modules_never_serves(name: str, monke
 
 
 @pytest.mark.parametrize("what", ["kill", "hang", "raise"])
-@pytest.mark.parametrize("method", ["train", "add_up", "stage", "seal", "payload", "canary"])
+@pytest.mark.parametrize("method", ["train", "add_up", "stage", "seal", "payload", "proof"])
 def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> None:
     """(Recovery is tested elsewhere: the next attempt begins at the last checkpoint.)"""
-    number = 1 if method in ("canary", "train") else 3
+    number = 1 if method in ("proof", "train") else 3
     with pytest.raises((WorkerDied, WorkerFailed, TimeoutError, SenderLate)) as error:
         disturbed(once("trainer-0", method, number, what), hand_over="stream", deadlines__update=15.0)
     named = {

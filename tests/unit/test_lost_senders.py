@@ -77,6 +77,6 @@ def test_a_rank_that_dies_before_a_new_worker_gets_its_versions_is_blamed() -> N
 def test_a_rank_that_cannot_send_a_version_to_a_new_worker_is_blamed(
     what: str, error: type[Exception], match: str, *, comes: bool, elastic: bool
 ) -> None:
-    """Its third payload: the first two are the canary and version 0, which the worker that is there has got."""
+    """Its third payload: the first two are the proof weights and version 0, which the worker that is there has got."""
     fault, disturb = once("trainer-0", "payload", 3, what), worker_comes if comes else worker_dies
     assert blamed(one_worker(elastic=elastic), disturb, fault, error, match) == ([] if comes else ["rollout-0"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint_engine import CANARY_VERSION, Publisher, Receiver, WeightsMismatch, binding_probe, canary_tensors
+from checkpoint_engine import PROOF_VERSION, Publisher, Receiver, WeightsMismatch, binding_probe, proof_tensors
 from checkpoint_engine import check_binding as check
 from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, lora, modules_of, sealed
@@ -16,24 +16,24 @@ SQUARE = RANK
 """Width at which A and B have the same shape, so that only the proof can tell them apart."""
 
 
-def canary(change: Change = dict, *, width: int = 16) -> Receiver:
-    """A receiver with the canary live, its tensors changed between the trainer's modules and the buffer.
+def proof(change: Change = dict, *, width: int = 16) -> Receiver:
+    """A receiver with the proof weights live, its tensors changed between the trainer's modules and the buffer.
 
     Every digest on the way is right whatever the change was.
     """
     tensors = lora(width=width)
     publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-    publisher.stage(CANARY_VERSION, change(canary_tensors(publisher.layout, seed=3)))
-    publisher.seal(CANARY_VERSION)
+    publisher.stage(PROOF_VERSION, change(proof_tensors(publisher.layout, seed=3)))
+    publisher.seal(PROOF_VERSION)
     receiver = Receiver(blank(tensors), alpha=ALPHA, rank=RANK)
-    receiver.receive(*publisher.payload(CANARY_VERSION))
-    assert receiver.activate("policy", CANARY_VERSION) == live_digest(receiver)
+    receiver.receive(*publisher.payload(PROOF_VERSION))
+    assert receiver.activate("policy", PROOF_VERSION) == live_digest(receiver)
     return receiver
 
 
 def prove(receiver: Receiver, *, scaling: float = ALPHA / RANK) -> None:
-    """Compares what the trainer's canary computes with what the receiver's live modules do."""
-    trainer = binding_probe(modules_of(canary_tensors(receiver.layout, seed=3)))
+    """Compares what the trainer's proof weights compute with what the receiver's live modules do."""
+    trainer = binding_probe(modules_of(proof_tensors(receiver.layout, seed=3)))
     check(trainer, binding_probe(modules_of(receiver.tensors, scaling=scaling)), who="w-0")
 
 
@@ -42,8 +42,8 @@ def swap(first: str, second: str) -> Change:
 
 
 def test_a_faithful_delivery_passes() -> None:
-    prove(canary())
-    prove(canary(width=SQUARE))
+    prove(proof())
+    prove(proof(width=SQUARE))
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_a_faithful_delivery_passes() -> None:
 def test_swaps_before_hashing_pass_every_digest_and_only_the_proof_finds_them(
     one: str, other: str, width: int, module: str
 ) -> None:
-    """Without the proof nothing fails: `canary` itself checks every digest on the way."""
-    receiver = canary(swap(one, other), width=width)
+    """Without the proof nothing fails: `proof` itself checks every digest on the way."""
+    receiver = proof(swap(one, other), width=width)
     with pytest.raises(WeightsMismatch, match=f"{module} at w-0 doesn't compute"):
         prove(receiver)
 
 
 def test_a_wrong_scaling_is_found_though_every_digest_is_right() -> None:
     with pytest.raises(WeightsMismatch, match="another alpha"):
-        prove(canary(), scaling=1.0)
+        prove(proof(), scaling=1.0)
 
 
 def test_b_zero_proves_nothing_and_is_refused() -> None:
@@ -77,17 +77,17 @@ def test_b_zero_proves_nothing_and_is_refused() -> None:
         check(probe, probe)
 
 
-def test_version_zero_replaces_the_canary() -> None:
+def test_version_zero_replaces_the_proof() -> None:
     publisher, receiver = ends(lora())
-    publisher.stage(CANARY_VERSION, canary_tensors(publisher.layout, seed=0))
-    publisher.seal(CANARY_VERSION)
-    receiver.receive(*publisher.payload(CANARY_VERSION))
-    canary = receiver.activate("policy", CANARY_VERSION)
+    publisher.stage(PROOF_VERSION, proof_tensors(publisher.layout, seed=0))
+    publisher.seal(PROOF_VERSION)
+    receiver.receive(*publisher.payload(PROOF_VERSION))
+    proof = receiver.activate("policy", PROOF_VERSION)
     receiver.receive(*sealed(publisher, 0))
-    assert receiver.activate("policy", 0) != canary
+    assert receiver.activate("policy", 0) != proof
     assert all(torch.equal(receiver.tensors[n], t) for n, t in lora().items())
-    assert canary_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"].equal(
-        canary_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"]
+    assert proof_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"].equal(
+        proof_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"]
     )
 
 
@@ -96,5 +96,5 @@ def test_probing_leaves_the_global_generator_alone() -> None:
     expected = torch.randn(3)
     torch.manual_seed(1)
     binding_probe(modules_of(lora()))
-    canary_tensors(ends(lora())[0].layout, seed=4)
+    proof_tensors(ends(lora())[0].layout, seed=4)
     assert torch.equal(torch.randn(3), expected)

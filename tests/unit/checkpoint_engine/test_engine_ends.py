@@ -145,16 +145,16 @@ def test_publisher_retains_the_newest_and_the_held() -> None:
 
 def test_other_tensors_of_the_layout_can_be_published() -> None:
     publisher, receiver = ends(lora())
-    canary = {name: torch.full_like(tensor, 7.0).double() for name, tensor in lora().items()}
-    publisher.stage(-1, canary)
+    proof = {name: torch.full_like(tensor, 7.0).double() for name, tensor in lora().items()}
+    publisher.stage(-1, proof)
     publisher.seal(-1)
     receiver.receive(*publisher.payload(-1))
     receiver.activate("policy", -1)
     assert all((t == 7.0).all() for t in receiver.tensors.values())
     with pytest.raises(WeightsMismatch, match=r"lora_A.weight is not as in its layout"):
-        publisher.stage(5, {n: t for n, t in canary.items() if "0.lora_A" not in n})
+        publisher.stage(5, {n: t for n, t in proof.items() if "0.lora_A" not in n})
     with pytest.raises(WeightsMismatch, match="extra is not as in its layout"):
-        publisher.stage(5, canary | {"extra": torch.zeros(1)})
+        publisher.stage(5, proof | {"extra": torch.zeros(1)})
 
 
 def test_two_engines_live_in_one_process() -> None:

@@ -15,8 +15,8 @@ from checkpoint_engine import (
     TransferFailed,
     VersionGone,
     WeightsMismatch,
-    canary_tensors,
     check_binding,
+    proof_tensors,
     tensor_probe,
 )
 from checkpoint_engine.gather import Gather, shard_rows
@@ -87,17 +87,17 @@ def rows_swapped(place: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_every_tensor_gets_its_own_rows() -> None:
-    canary = canary_tensors(Layout.of(weights(0)), 7)
-    live = live_after(Ranks(2, canary, bucket_bytes=1 << 20), -1, canary)
-    check_binding(tensor_probe(canary), tensor_probe(live))
+    proof = proof_tensors(Layout.of(weights(0)), 7)
+    live = live_after(Ranks(2, proof, bucket_bytes=1 << 20), -1, proof)
+    check_binding(tensor_probe(proof), tensor_probe(live))
 
 
 def test_rows_that_are_swapped_before_their_sample_pass_every_digest_and_are_named_by_the_probe() -> None:
-    canary = canary_tensors(Layout.of(weights(0)), 7)
-    swapped = canary | {ONE: canary[OTHER], OTHER: canary[ONE]}
-    live = live_after(Ranks(2, canary), -1, swapped)
+    proof = proof_tensors(Layout.of(weights(0)), 7)
+    swapped = proof | {ONE: proof[OTHER], OTHER: proof[ONE]}
+    live = live_after(Ranks(2, proof), -1, swapped)
     with pytest.raises(WeightsMismatch, match=ONE):
-        check_binding(tensor_probe(canary), tensor_probe(live))
+        check_binding(tensor_probe(proof), tensor_probe(live))
 
 
 def test_rows_that_come_into_the_wrong_place_are_named_by_the_sample() -> None:

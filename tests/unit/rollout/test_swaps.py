@@ -3,7 +3,7 @@
 import pytest
 
 from async_flowrl.rollout.rollout_worker import is_swap
-from checkpoint_engine import CANARY_VERSION, Activation
+from checkpoint_engine import PROOF_VERSION, Activation
 
 
 def active(stream: str, version: int, digest: str = "") -> Activation:
@@ -14,7 +14,7 @@ def active(stream: str, version: int, digest: str = "") -> Activation:
     ("before", "now", "swap"),
     [
         (None, active("policy", 0), 0),
-        (active("policy", CANARY_VERSION), active("policy", 0), 0),
+        (active("policy", PROOF_VERSION), active("policy", 0), 0),
         (active("policy", 3), active("policy", 3), 0),
         (active("policy", 3), active("policy", 4), 0),
         (active("policy", 3), active("policy", 5), 0),
@@ -23,7 +23,7 @@ def active(stream: str, version: int, digest: str = "") -> Activation:
         (active("ema", 4), active("policy", 5), 1),
         (active("ema", 4, "same"), active("policy", 4, "same"), 0),
     ],
-    ids=["first", "canary", "same", "next", "skipped one", "older", "average", "back", "other name"],
+    ids=["first", "proof", "same", "next", "skipped one", "older", "average", "back", "other name"],
 )
 def test_an_exchange_is_what_is_no_newer_version(before: Activation | None, now: Activation, swap: int) -> None:
     assert is_swap(before, now) == swap

@@ -34,7 +34,7 @@ def test_batches_of_tickets_are_those_of_separate_pools(mode: str, what: str) ->
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_no_version_is_sent(workers: int) -> None:
-    """But for the canary, which every worker must be sent."""
+    """But for the proof weights, which every worker must be sent."""
     calls: list[str] = []
 
     def heard(worker: str, method: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests of tune=full on one rank: trained tensors, precision, sent versions, and the canary."""
+"""Tests of tune=full on one rank: trained tensors, precision, sent versions, and the proof weights."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.trainer_worker import TrainerWorker
-from checkpoint_engine import CANARY_VERSION, Receiver, check_binding, weights_digest
+from checkpoint_engine import PROOF_VERSION, Receiver, check_binding, weights_digest
 from tests.support import trainer_rig as rig
 
 BF16 = torch.bfloat16
@@ -77,13 +77,13 @@ def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dty
         assert worker.policy.transformer.get_parameter(name).dtype == BF16
 
 
-def test_the_canary_is_found_under_the_networks_own_names() -> None:
+def test_the_proof_is_found_under_the_networks_own_names() -> None:
     """Version 0 would not tell: both ends have loaded it, and many of its tensors are alike."""
     config = full_config()
     worker, site = rig.trainer(config), Site(config)
     start = {name: tensor.clone() for name, tensor in site.network().items()}
-    expected = worker.sender.canary()
-    site.receive(worker, CANARY_VERSION)
+    expected = worker.sender.proof()
+    site.receive(worker, PROOF_VERSION)
     check_binding(expected, site.engine.probe())
     assert expected.keys() == start.keys()
     assert not any(torch.equal(tensor, start[name]) for name, tensor in site.network().items())

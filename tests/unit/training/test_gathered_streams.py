@@ -12,7 +12,7 @@ import torch
 from async_flowrl.controller.endpoints import TrainerEndpoint
 from async_flowrl.controller.rank_weights import ShardedWeights
 from async_flowrl.policies.registry import resolve_model
-from checkpoint_engine import CANARY_VERSION, RING, Ack, Delivery, DeliveryOptions, Header, Receiver, check_binding
+from checkpoint_engine import PROOF_VERSION, RING, Ack, Delivery, DeliveryOptions, Header, Receiver, check_binding
 from checkpoint_engine import tensor_probe as probe_of
 from separation.group import WorkerDied, WorkerFailed
 from separation.rendezvous import join_process_group
@@ -53,12 +53,12 @@ class Site:
     weights: ShardedWeights
     sender: TrainerEndpoint
     delivery: Delivery
-    canary: tuple[Header, Any, dict[str, Any]]
+    proof: tuple[Header, Any, dict[str, Any]]
     headers: dict[int, Header]
     replaced: list[str]
 
     def end(self, name: str, damaged: set[int] | None = None) -> End:
-        header = self.canary[0]
+        header = self.proof[0]
         live = {name: tensor.clone() for name, tensor in header.layout.views(header.layout.empty().zero_()).items()}
         return End(name, Receiver(live, capacity=2, on_host=True), damaged or set())
 
@@ -90,10 +90,10 @@ def with_two_ranks(test: Callable[[Site], Awaitable[None]]) -> None:
             await together(*(rank.call("load") for rank in pool.workers))
             weights = ShardedWeights(pool)
             sender = weights.sender(config, lambda header: headers.update({header.version: header}))
-            canary = await sender.canary()
+            proof = await sender.proof()
             delivery = Delivery(sender, replace=replace, options=DeliveryOptions(deadline=SECONDS, retain=2))
             async with asyncio.timeout(SECONDS):
-                await test(Site(pool, weights, sender, delivery, canary, headers, replaced))
+                await test(Site(pool, weights, sender, delivery, proof, headers, replaced))
             await delivery.close()
         finally:
             await pool.close()
@@ -103,10 +103,10 @@ def with_two_ranks(test: Callable[[Site], Awaitable[None]]) -> None:
 
 def test_what_arrives_are_the_masters_and_an_older_version_is_gathered_between_two_calls_to_train() -> None:
     async def test(site: Site) -> None:
-        header, data, probe = site.canary
+        header, data, probe = site.proof
         end = site.end("early")
         end.receiver.receive(header, data)
-        end.receiver.activate("policy", CANARY_VERSION)
+        end.receiver.activate("policy", PROOF_VERSION)
         check_binding(probe, probe_of(end.receiver.tensors))
         await site.delivery.join(end)
         wanted = []

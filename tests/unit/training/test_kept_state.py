@@ -10,7 +10,7 @@ from torch import Tensor
 
 from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import files_digest, from_files, held_in, held_versions
-from async_flowrl.training.snapshots import RankState
+from async_flowrl.training.snapshots import Snapshots
 from async_flowrl.types import EMA, POLICY
 from tests.support import trainer_rig as rig
 
@@ -83,13 +83,13 @@ def test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not(mon
     """The copy of version 1 is held up until the gradients of step 1 are there; it has none of step 1 in it."""
     config = rig.tiny_config()
     given, worker = batches(config, 2), rig.trainer(config)
-    copied, goes_on = RankState.tensors, threading.Event()
+    copied, goes_on = Snapshots.tensors, threading.Event()
 
-    def slowly(state: RankState) -> Any:
+    def slowly(state: Snapshots) -> Any:
         assert goes_on.wait(60.0)
         return copied(state)
 
-    monkeypatch.setattr(RankState, "tensors", slowly)
+    monkeypatch.setattr(Snapshots, "tensors", slowly)
     rig.update(worker, 0, given[0])
     weights = worker.parameters.fingerprint()
     worker.update.begin(1, rig.StepPlan(rows=rig.rows(given[1])))

@@ -11,7 +11,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
 from async_flowrl.training.trainer_worker import TrainerWorker
 from checkpoint_engine import (
-    CANARY_VERSION,
+    PROOF_VERSION,
     LoraModule,
     Receiver,
     WeightsMismatch,
@@ -60,14 +60,14 @@ def site() -> Site:
 
 
 def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_rounded() -> None:
-    """Half the bytes; canary, binding proof and a version of the trained weights, and the same output bit for bit."""
+    """Half the bytes; binding proof and a version of the trained weights, and the same output bit for bit."""
     config = rig.tiny_config(learning_rate=1e-2)
     config.model.dtype = "bfloat16"
     worker, sampler = rig.trainer(config), rig.Sampler(config)
     keep_compute_copies(sampler.policy.transformer)
     site = Site(config, sampler)
-    mine = worker.sender.canary()
-    site.receive(worker, CANARY_VERSION)
+    mine = worker.sender.proof()
+    site.receive(worker, PROOF_VERSION)
     check_binding(mine, site.probe())
     for step in range(2):
         rig.update(worker, step, [sampler.group(0, 0)])
@@ -82,13 +82,13 @@ def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_round
         assert torch.equal(mine_(x.to(worker.device)).cpu(), theirs(x))
 
 
-def test_the_canary_proves_the_binding_and_trains_nothing() -> None:
+def test_the_proof_proves_the_binding_and_trains_nothing() -> None:
     config = rig.tiny_config()
     site, worker = Site(config), rig.trainer(config)
     before = worker.parameters.fingerprint()
-    mine = worker.sender.canary()
+    mine = worker.sender.proof()
     assert worker.parameters.fingerprint() == before
-    site.receive(worker, CANARY_VERSION)
+    site.receive(worker, PROOF_VERSION)
     check_binding(mine, site.probe())
     worker.sender.stage(0)
     site.receive(worker, 0)
@@ -101,8 +101,8 @@ def test_training_on_what_was_delivered_closes_the_loop() -> None:
     """Two versions out, samples back, one step late: the sampler really used what the trainer published."""
     config = rig.tiny_config()
     site, worker = Site(config), rig.trainer(config)
-    worker.sender.canary()
-    site.receive(worker, CANARY_VERSION)
+    worker.sender.proof()
+    site.receive(worker, PROOF_VERSION)
     worker.sender.stage(0)
     site.receive(worker, 0)
     batches = [[site.sampler.group(0, group) for group in (0, 1)]]
