@@ -22,9 +22,8 @@ from async_flowrl.config.placement import recorded_placement
 from async_flowrl.config.schema import SHARED, Config
 from async_flowrl.config.scoring_pools import reward_pools, workers_key
 from async_flowrl.observability.events import Event, effective, read_events
-from async_flowrl.observability.intervals import intersect, length
 from async_flowrl.observability.summary import WARM_UP_STEPS, last_attempt, steady_steps
-from async_flowrl.observability.timeline import by_pool, tracks
+from async_flowrl.observability.timeline import tracks, worked
 from separation.text_table import format_table
 
 HEAD = ("placement", "rollout", "trainer", "overlapped s/step", "sync s/step")
@@ -68,11 +67,8 @@ def measured(run: Path) -> tuple[Config, Measured]:
     if (steady := steady_steps(history, config.max_staleness)) is None:
         raise ValueError(f"{run} has no step between its first {WARM_UP_STEPS} and its last: it needs more steps")
     (begin, end), steps = steady
-    worked = {
-        pool: [length(intersect(track.busy, [(begin, end)])) for track in members]
-        for pool, members in by_pool(tracks(history)).items()
-    }
-    total = {pool: sum(seconds) / steps for pool, seconds in worked.items()}
+    busy = worked(tracks(history), (begin, end))
+    total = {pool: sum(seconds) / steps for pool, seconds in busy.items()}
     if not total.get("rollout"):
         raise ValueError("no ticket of these steps is in events.jsonl")
     delivered = delivery_times(event for event in history if begin <= event["time"] <= end)
@@ -82,7 +78,7 @@ def measured(run: Path) -> tuple[Config, Measured]:
         rewards={pool.name: total.get(pool.name, 0.0) / pool.workers for pool in reward_pools(config.reward)},
         delivery=fmean(delivered or [0.0]),
         step=(end - begin) / steps,
-        busy={pool: fmean(seconds) / (end - begin) for pool, seconds in worked.items()},
+        busy={pool: fmean(seconds) / (end - begin) for pool, seconds in busy.items()},
     )
 
 

@@ -6,8 +6,8 @@ from statistics import fmean
 from async_flowrl.config.placement import recorded_placement
 from async_flowrl.config.scoring_pools import is_reward_pool, workers_key
 from async_flowrl.observability.events import Event, step_window
-from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
-from async_flowrl.observability.ledger import STATES
+from async_flowrl.observability.intervals import Interval, length, subtract, union
+from async_flowrl.observability.ledger import STATES, pool_of
 from async_flowrl.observability.summary import last_attempt
 from async_flowrl.observability.timeline import Track, by_device, by_pool, device_time
 
@@ -49,13 +49,13 @@ def verdict(workers: Sequence[Track], history: Sequence[Event], *, placement: st
 
 def of_shared(workers: Sequence[Track], window: Interval) -> str:
     shares = device_time(workers, window)
-    if shares is None:
+    if not shares:
         return LITTLE
-    start = f"Shared processes sampled {shares.sampled:.0%} and trained {shares.trained:.0%} of the time"
-    if shares.idle < MIN_LOST_SHARE:
+    start = f"Shared processes sampled {shares['sampled']:.0%} and trained {shares['trained']:.0%} of the time"
+    if shares["idle"] < MIN_LOST_SHARE:
         return f"{start}: the devices are the limit, and neither phase waits for the other."
     return (
-        f"{start}, and had nothing to do {shares.idle:.0%} of it, for rewards or at the end of a step: more reward "
+        f"{start}, and had nothing to do {shares['idle']:.0%} of it, for rewards or at the end of a step: more reward "
         "workers, more and smaller tickets (ticket_size) or a larger max_staleness shorten the run."
     )
 
@@ -78,10 +78,11 @@ def bottleneck(pools: Mapping[str, Mapping[str, float]]) -> str:
 
 def step_pools(workers: Sequence[Track], window: Interval) -> dict[str, dict[str, float]]:
     """Pool → state → seconds inside `window`, summed over the pool's places."""
-    return {
-        pool: {state: sum(length(intersect(track.intervals(state), [window])) for track in members) for state in STATES}
-        for pool, members in by_pool(workers).items()
-    }
+    pools = {pool: dict.fromkeys(STATES, 0.0) for pool in by_pool(workers)}
+    for track in workers:
+        for state, times in track.states(window).items():
+            pools[pool_of(track.place)][state] += length(times)
+    return pools
 
 
 def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
@@ -94,7 +95,7 @@ def reward_bound(workers: Sequence[Track], window: Interval) -> str | None:
         return None
     slowest = max(rewards, key=lambda pool: fmean(rewards[pool]))
     busy, others = fmean(rewards[slowest]), max(fmean(seconds["rollout"]), fmean(seconds["trainer"]))
-    waited = fmean(length(intersect(track.intervals("wait_data"), [window])) for track in pools["trainer"])
+    waited = fmean(length(track.states(window).get("wait_data", [])) for track in pools["trainer"])
     if busy < MIN_OCCUPIED * whole or busy <= others or waited < MIN_WAITED * whole:
         return None
     return (

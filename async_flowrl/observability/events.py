@@ -130,10 +130,13 @@ def effective(events: Iterable[Event]) -> list[Event]:
     return kept
 
 
+def steps_of(history: Iterable[Event]) -> list[Event]:
+    return sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
+
+
 def step_window(history: Sequence[Event]) -> Interval:
     """(start of the first step, end of the last step) in unix seconds; the range of all events if there is no step."""
-    steps = [event for event in history if event["event"] == "step"]
-    if steps:
+    if steps := steps_of(history):
         return min(event["started"] for event in steps), max(event["ended"] for event in steps)
     times = [event["time"] for event in history] or [0.0, 1.0]
     return min(times), max(times)

@@ -6,7 +6,7 @@ with `placement=shared`, and its *efficiency* is that bound divided by the measu
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -15,14 +15,14 @@ from async_flowrl.config.placement import placement_of
 from async_flowrl.config.schema import Config
 from async_flowrl.config.scoring_pools import scoring_pools, served_terms, server_pool
 from async_flowrl.observability.evaluations import Evaluation, policy_versions, since_first
-from async_flowrl.observability.events import Event, effective
+from async_flowrl.observability.events import Event, effective, step_window, steps_of
 from async_flowrl.observability.hacking import alarms, best, notices
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import place_of, pool_of
 from async_flowrl.observability.metrics import Metrics, by_age, missing_terms
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.statistics import CHANGE_FIELDS
-from async_flowrl.observability.timeline import Track, by_pool, device_shares, tracks
+from async_flowrl.observability.timeline import Track, by_pool, device_time, tracks, worked
 
 # Steps at the start that rates leave out, because the pipeline is filling and caches are cold.
 WARM_UP_STEPS = 2
@@ -37,24 +37,18 @@ FLAT = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Counts of the controller that are in no file and go into the summary.
+def summarise(
+    config: Config,
+    metrics: Sequence[Metrics],
+    events: Iterable[Event],
+    counted: Mapping[str, Any],
+    peak: float | None = None,
+) -> dict[str, Any]:
+    """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None.
 
-    `tickets`: issued, trained, skipped, failed, retried, duplicate. `pools` is `PoolLedger.totals()`. `sync` is about
-    the publishing of weights. `peak` is the peak FLOP/s of one worker's device; None if it is unknown.
+    `counted` has what the controller counts and no file holds, under the summary's keys, `wall_seconds` among them.
+    `peak` is the peak FLOP/s of one worker's device; None if it is unknown.
     """
-
-    wall_seconds: float
-    weights_digest: str
-    tickets: Mapping[str, int]
-    pools: Mapping[str, Mapping[str, float]]
-    sync: Mapping[str, Any]
-    peak: float | None = None
-
-
-def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event], outcome: Outcome) -> dict[str, Any]:
-    """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None."""
     # After a resume, steps, images, rewards and staleness cover the whole run; times and rates only the time since
     # then.
     history = effective(events)
@@ -65,11 +59,11 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
     since = sum(count for count, line in zip(images, metrics, strict=True) if line["step"] >= began)
     first, last = tenths(metrics) or (None, None)
     configured = configured_pools(config)
+    devices = device_time(workers, step_window(attempt)) if placement_of(config).together else {}
     return {
         "steps": len(metrics),
         "images": sum(images),
-        "wall_seconds": outcome.wall_seconds,
-        "images_per_s": since / outcome.wall_seconds if outcome.wall_seconds > 0 else None,
+        "images_per_s": since / counted["wall_seconds"] if counted["wall_seconds"] > 0 else None,
         "steady_images_per_s": _steady_rate(attempt, sum(images) / max(1, len(images))),
         "mode": config.mode_name,
         "max_staleness": config.max_staleness,
@@ -78,13 +72,10 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
         "rollout_size": rollout_size(config, attempt),
         "gpus_per_worker": {pool: gpus for pool, (_, gpus) in configured.items()},
         **staleness(metrics, config.trainer.updates_per_batch),
-        "weights_digest": outcome.weights_digest,
-        "tickets": dict(outcome.tickets),
         "faults": dict(sorted(Counter(event["kind"] for event in history if event["event"] == "fault").items())),
-        "pools": {pool: dict(seconds) for pool, seconds in outcome.pools.items()},
-        "sync": dict(outcome.sync),
-        **steady_state(config, workers, attempt, outcome.peak),
-        "devices": device_shares(workers, attempt, shared=placement_of(config).together),
+        **counted,
+        **steady_state(config, workers, attempt, peak),
+        "devices": dict.fromkeys(("sampled", "trained", "idle")) | devices,
         "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
         "gradient_kept": gradient_kept(metrics),
         "skipped": skipped(metrics),
@@ -96,11 +87,11 @@ def summarise(config: Config, metrics: Sequence[Metrics], events: Iterable[Event
 
 def flops_per_second(workers: Sequence[Track], window: Interval) -> dict[str, float]:
     """Pool → FLOPs per second of wall clock, averaged over its workers; pools without counted FLOPs are left out."""
-    rates: dict[str, list[float]] = {}
-    for track in workers:
-        inside = [span["flops"] for span in track.spans if "flops" in span and window[0] <= span["end"] <= window[1]]
-        rates.setdefault(pool_of(track.place), []).append(sum(inside) / (window[1] - window[0]))
-    return {pool: fmean(by_worker) for pool, by_worker in rates.items() if sum(by_worker) > 0}
+    rates = {}
+    for pool, members in by_pool(workers).items():
+        spans = [span for track in members for span in track.spans if window[0] <= span["end"] <= window[1]]
+        rates[pool] = sum(span.get("flops", 0) for span in spans) / (window[1] - window[0]) / len(members)
+    return {pool: rate for pool, rate in rates.items() if rate > 0}
 
 
 def last_attempt(history: Sequence[Event]) -> tuple[int, Sequence[Event]]:
@@ -122,7 +113,7 @@ def process_began(history: Sequence[Event]) -> int:
 def steady_steps(history: Iterable[Event], max_staleness: int) -> tuple[Interval, int] | None:
     """Returns when all pools have work, as (begin, end), and the number of training steps in it; None without any."""
     # These are all steps but the first WARM_UP_STEPS and the last `max_staleness`.
-    steps = sorted((event for event in history if event["event"] == "step"), key=lambda event: int(event["step"]))
+    steps = steps_of(history)
     inner = steps[WARM_UP_STEPS : len(steps) - max_staleness]
     return ((inner[0]["started"], inner[-1]["ended"]), len(inner)) if inner else None
 
@@ -144,7 +135,8 @@ def steady_state(
     update = intersect(trainer, [window])
     if (least := min(length(generation), length(update))) > 0:
         overlap["share"] = length(intersect(generation, update)) / least
-    g, t = (_worked(workers, pool, window) / count for pool in ("rollout", "trainer"))
+    seconds = worked(workers, window)
+    g, t = (fmean(seconds.get(pool) or [0.0]) / count for pool in ("rollout", "trainer"))
     shortest = placement_of(config).step_seconds(g, t)
     rates = flops_per_second(workers, window)
     return {
@@ -215,13 +207,8 @@ def _pool(workers: Sequence[Track], pool: str) -> list[Interval]:
     return union(interval for track in by_pool(workers).get(pool, []) for interval in track.busy)
 
 
-def _worked(workers: Sequence[Track], pool: str, window: Interval) -> float:
-    members = by_pool(workers).get(pool, [])
-    return sum(length(intersect(track.busy, [window])) for track in members) / max(1, len(members))
-
-
 def _steady_rate(history: Sequence[Event], images_per_step: float) -> float | None:
-    ends = [event["ended"] for event in history if event["event"] == "step"]
+    ends = [event["ended"] for event in steps_of(history)]
     if len(ends) <= WARM_UP_STEPS or ends[-1] <= ends[WARM_UP_STEPS - 1]:
         return None
     return (len(ends) - WARM_UP_STEPS) * images_per_step / float(ends[-1] - ends[WARM_UP_STEPS - 1])

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from async_flowrl.observability.events import Event, read_events, step_window
+from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.intervals import Interval, intersect, length, subtract, union
-from async_flowrl.observability.ledger import place_of, pool_of
+from async_flowrl.observability.ledger import STATES, place_of, pool_of
 
 MICROSECONDS = 1e6
 # Order of the tracks by pool; other pools come last.
@@ -40,9 +40,10 @@ class Track:
         """Times at which any span ran. The result is cached, so all spans must be known before."""
         return union((span["start"], span["end"]) for span in self.spans)
 
-    def intervals(self, state: str) -> list[Interval]:
-        """Times at which the place was in a state, one of ledger.STATES."""
-        return self.busy if state == "busy" else self.waits.get(state, [])
+    def states(self, window: Interval) -> dict[str, list[Interval]]:
+        """State (of ledger.STATES) → the times inside `window` at which the place was in it, if there are any."""
+        times = {"busy": self.busy, **self.waits}
+        return {state: part for state in STATES if (part := intersect(times.get(state, []), [window]))}
 
 
 def tracks(events: Iterable[Event]) -> list[Track]:
@@ -82,6 +83,14 @@ def by_pool(workers: Iterable[Track]) -> dict[str, list[Track]]:
     return pools
 
 
+def worked(workers: Iterable[Track], window: Interval) -> dict[str, list[float]]:
+    """Pool → the seconds inside `window` in which each of its workers was busy."""
+    return {
+        pool: [length(intersect(track.busy, [window])) for track in members]
+        for pool, members in by_pool(workers).items()
+    }
+
+
 def by_device(workers: Sequence[Track]) -> list[Track]:
     """Returns the tracks sorted by process, without waits during which the other worker of the process computes."""
     busy = busy_by_device(workers)
@@ -106,32 +115,19 @@ def _index(place: str) -> int:
     return int(place.rpartition("-")[2])
 
 
-class DeviceTime(NamedTuple):
-    """Mean shares of the time of all devices, from 0 to 1. `idle`: a device neither sampled nor trained.
+def device_time(workers: Sequence[Track], window: Interval) -> dict[str, float]:
+    """Mean shares of the time of all devices, from 0 to 1; `idle`: neither sampled nor trained. Empty without any time.
 
     A process may sample beside its optimizer step, so `sampled`, `trained` and `idle` may add up to more than 1.
     """
-
-    sampled: float
-    trained: float
-    idle: float
-
-
-def device_shares(workers: Sequence[Track], history: Sequence[Event], *, shared: bool) -> dict[str, float | None]:
-    """Returns `device_time` from the first to the last step, by name; None each without it, and without `shared`."""
-    time = device_time(workers, step_window(history)) if shared else None
-    return dict.fromkeys(DeviceTime._fields) if time is None else dict(time._asdict())
-
-
-def device_time(workers: Sequence[Track], window: Interval) -> DeviceTime | None:
     busy = busy_by_device(workers)
     whole = (window[1] - window[0]) * len(busy)
     if whole <= 0:
-        return None
-    pools = by_pool(workers)
-    work = {pool: sum(length(intersect(t.busy, [window])) for t in pools.get(pool, ())) for pool in SHARING_POOLS}
+        return {}
+    seconds = worked(workers, window)
+    sampled, trained = (sum(seconds.get(pool, ())) / whole for pool in SHARING_POOLS)
     idle = sum(length(subtract([window], intervals)) for intervals in busy.values())
-    return DeviceTime(work["rollout"] / whole, work["trainer"] / whole, idle / whole)
+    return {"sampled": sampled, "trained": trained, "idle": idle / whole}
 
 
 def trace(events: Iterable[Event]) -> dict[str, Any]:

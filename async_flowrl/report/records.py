@@ -13,7 +13,7 @@ from async_flowrl.config.curves import REWARD
 from async_flowrl.config.error_text import parsed
 from async_flowrl.config.placement import recorded_placement
 from async_flowrl.observability.evaluations import TRAINED, Evaluation, policy_versions, read_evaluations
-from async_flowrl.observability.events import Event, effective, read_events, step_window
+from async_flowrl.observability.events import Event, effective, read_events, step_window, steps_of
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
@@ -78,7 +78,7 @@ class Records:
 
     @cached_property
     def step_events(self) -> list[Event]:
-        return sorted((e for e in self.history if e["event"] == "step"), key=lambda e: int(e["step"]))
+        return steps_of(self.history)
 
     def setting(self, key: str, default: Any = None) -> Any:
         value: Any = self.config

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.observability.events import Event
-from async_flowrl.observability.intervals import Interval, intersect
-from async_flowrl.observability.ledger import STATES, pool_of
+from async_flowrl.observability.intervals import Interval
+from async_flowrl.observability.ledger import pool_of
 from async_flowrl.observability.timeline import Track
 from async_flowrl.report.records import Records
 from async_flowrl.report.series import chosen
@@ -63,7 +63,7 @@ def timeline_of(run: Records) -> dict[str, Any] | None:
     views = [view(title, window, _bars) for title, window in _windows(run)]
     moments = [start, end, *(start + mark["time"] for mark in marks)]
     whole = min(moments), max(moments)
-    if sum(len(part) for track in shown for part in _states(track, whole).values()) <= MAX_EXACT:
+    if sum(len(part) for track in shown for part in track.states(whole).values()) <= MAX_EXACT:
         views.append(view("The whole run", whole, _bars))
     elif end > start:
         views.append(view("The whole run, shares of time", whole, _bins))
@@ -93,12 +93,8 @@ def _windows(run: Records) -> list[tuple[str, Interval]]:
     return windows
 
 
-def _states(track: Track, window: Interval) -> dict[str, list[Interval]]:
-    return {state: part for state in STATES if (part := intersect(track.intervals(state), [window]))}
-
-
 def _bars(track: Track, window: Interval, origin: float) -> dict[str, Any]:
-    bars = sorted((a, b, state) for state, part in _states(track, window).items() for a, b in part)
+    bars = sorted((a, b, state) for state, part in track.states(window).items() for a, b in part)
     if len(bars) > MAX_BARS:
         # The shortest bars would be too narrow to see.
         bars = sorted(sorted(bars, key=lambda bar: (bar[0] - bar[1], bar[0]))[:MAX_BARS])
@@ -107,7 +103,7 @@ def _bars(track: Track, window: Interval, origin: float) -> dict[str, Any]:
 
 def _bins(track: Track, window: Interval, _origin: float) -> dict[str, Any]:
     edges = np.linspace(*window, BINS_PER_RUN + 1)
-    return {"bins": {state: _covered(part, edges).round(2).tolist() for state, part in _states(track, window).items()}}
+    return {"bins": {state: _covered(part, edges).round(2).tolist() for state, part in track.states(window).items()}}
 
 
 def _covered(part: Sequence[Interval], edges: Numbers) -> Numbers:

@@ -21,7 +21,6 @@ from async_flowrl.observability.events import Event, effective, read_events
 from async_flowrl.observability.result import result_sentences, training_sentence
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.summary import (
-    Outcome,
     best_row,
     last_attempt,
     mfu,
@@ -53,21 +52,20 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
     # The last checkpoint has the weights, so that no process has to live any longer.
     checkpoint = await asyncio.to_thread(read_checkpoint, directory.checkpoints / f"step_{ctx.table.step}")
     tensors = checkpoint.tensors["weights" if config.trainer.ema_decay is None else "ema"]
-    outcome = Outcome(
-        wall_seconds=pools.wall_seconds,
-        weights_digest=checkpoint.trainer["weights_digest"],
-        tickets=ticket_counts(ctx.table),
-        pools=pools.totals(),
-        peak=run.peak_flops,
-        sync=ctx.weights.report(),
-    )
+    counted = {
+        "wall_seconds": pools.wall_seconds,
+        "weights_digest": checkpoint.trainer["weights_digest"],
+        "tickets": ticket_counts(ctx.table),
+        "pools": pools.totals(),
+        "sync": ctx.weights.report(),
+    }
     run.ledgers.events.flush()
 
     def write() -> dict[str, Any]:
         tuning_of(config).save(directory.trained(config.tune), tensors, run.prepared.model, config.model.path)
         history = list(read_events(directory.events))
-        summary = summarise(config, run.ledgers.metrics.read(), history, outcome)
-        summary["sync"]["worker_stall_seconds"] = worker_stall(history, outcome)
+        summary = summarise(config, run.ledgers.metrics.read(), history, counted, run.peak_flops)
+        summary["sync"]["worker_stall_seconds"] = worker_stall(history, summary["pools"][ROLLOUT])
         summary["total_steps"] = config.total_steps
         summary["evaluation_prompts"] = run.prepared.requests.evaluated
         summary["prompts"] = prompts_of(run.prepared)
@@ -139,12 +137,11 @@ def views(config: Config, directory: RunDirectory) -> list[str]:
     return failures
 
 
-def worker_stall(history: Sequence[Event], outcome: Outcome) -> float:
+def worker_stall(history: Sequence[Event], waited: Mapping[str, float]) -> float:
     """Returns the seconds that a rollout worker lost on average by waiting for, receiving and activating versions."""
     # Waiting and receiving count from the start of this process, activation only since the last rollback.
     _, last = last_attempt(effective(history))
     activated: float = sum(e["end"] - e["start"] for e in last if e["event"] == "span" and e["name"] == ACTIVATE)
-    waited = outcome.pools[ROLLOUT]
     return waited["wait_weights"] + waited["sync"] + activated / max(1, places(last))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.events import Event
 from async_flowrl.observability.intervals import intersect, length, subtract, union
-from async_flowrl.observability.summary import Outcome, mfu, summarise
+from async_flowrl.observability.summary import mfu, summarise
 from async_flowrl.observability.timeline import lanes, trace, write_timeline
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted).map(tuple), max_size=12)
@@ -77,8 +77,8 @@ def metrics(steps: int, max_staleness: int) -> list[dict[str, Any]]:
 def summary(steps: int, generation: float, update: float, max_staleness: int, workers: int = 1) -> dict[str, Any]:
     config = Config(max_staleness=max_staleness)
     events = list(made_up(steps, generation, update, max_staleness, workers))
-    outcome = Outcome(50.0, "digest", {"issued": 40, "trained": 40}, {"rollout": {"busy": 1.0}}, {"publishes": 21})
-    return summarise(config, metrics(steps, max_staleness), events, outcome)
+    counted = {"wall_seconds": 50.0, "weights_digest": "digest"}
+    return summarise(config, metrics(steps, max_staleness), events, counted)
 
 
 def test_sync_has_no_overlap_and_the_efficiency_of_taking_turns() -> None:
@@ -118,12 +118,12 @@ def test_flops_are_those_of_the_steady_state_and_a_share_of_the_peak() -> None:
     for event in events:
         if event["event"] == "span" and event["worker"].startswith("rollout"):
             event["flops"] = 6e9
-    known = summarise(Config(max_staleness=1), metrics(20, 1), events, Outcome(50.0, "", {}, {}, {}, peak=60e9))
+    known = summarise(Config(max_staleness=1), metrics(20, 1), events, {"wall_seconds": 50.0}, 60e9)
     assert set(known["flops_per_s"]) == {"rollout"}
     assert known["mfu"]["rollout"] == pytest.approx(known["flops_per_s"]["rollout"] / 60e9)
     # Two workers, one ticket each per step, whose generation takes a second of a step of one.
     assert known["mfu"]["rollout"] == pytest.approx(0.1, rel=0.1)
-    unknown = summarise(Config(max_staleness=1), metrics(20, 1), events, Outcome(50.0, "", {}, {}, {}))
+    unknown = summarise(Config(max_staleness=1), metrics(20, 1), events, {"wall_seconds": 50.0})
     assert unknown["mfu"] == {"rollout": None}
     assert mfu(known) == f"rollout {known['mfu']['rollout']:.1%}"
     assert mfu(unknown) == mfu({}) == ""
