@@ -10,6 +10,7 @@ from typing import Any
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.error_text import shortened
 from async_flowrl.config.paths import config_dir, find_data
 from async_flowrl.config.resolution import in_pixels, in_words, pixels
 from async_flowrl.config.schema import DataConfig, ModelConfig, RewardConfig, RewardTerm
@@ -146,13 +147,8 @@ def _row(prompts: Prompts, index: int) -> list[str]:
         "token ids": prompt.token_ids and f"{len(prompt.token_ids)} ids",
         "metadata": dict(prompt.metadata) or None,
     }
-    lines = [f"    {name}: {_short(value)}" for name, value in values.items() if value is not None]
+    lines = [f"    {name}: {shortened(repr(value), MAX_SHOWN)}" for name, value in values.items() if value is not None]
     return [f"  {prompts.where(index)}", *lines]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _refused(scan: Scan) -> list[str]:

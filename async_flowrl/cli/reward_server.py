@@ -84,19 +84,15 @@ def read_token(variable: str | None, file: Path | None) -> str | None:
     """Returns the token of an environment variable or a file, or None. ServeError if both are named, or it is empty."""
     if variable is not None and file is not None:
         raise ServeError("--token-env and --token-file exclude each other")
-    if variable is not None:
-        if not (token := os.environ.get(variable, "").strip()):
-            raise ServeError(f"--token-env {variable}: there is no such environment variable, or it is empty")
-        return token
-    if file is None:
+    if variable is None and file is None:
         return None
     try:
-        token = file.read_text(encoding="utf-8").strip()
+        token = file.read_text(encoding="utf-8") if file is not None else os.environ.get(variable or "", "")
     except OSError as error:
         raise ServeError(f"--token-file {file} cannot be read: {error.strerror}") from error
-    if not token:
-        raise ServeError(f"--token-file {file} is empty")
-    return token
+    if not token.strip():
+        raise ServeError(f"--token-file {file} is empty" if file else f"--token-env {variable} is not set, or empty")
+    return token.strip()
 
 
 def is_loopback(host: str) -> bool:

@@ -61,6 +61,11 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+def shortened(text: str, most: int) -> str:
+    """Returns the text with at most `most` characters; … is the last one of a text that was cut."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def parsed(text: str, where: str) -> Any:
     """Returns the value of a JSON text. Raises ValueError, which begins with `where`."""
     try:

@@ -88,11 +88,11 @@ def cut_unfinished_line(path: Path) -> None:
         file.truncate(content.rfind(b"\n") + 1)
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file that is always complete: under another name, synced, and then renamed."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

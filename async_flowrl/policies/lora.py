@@ -18,6 +18,7 @@ from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dtype, lora_linear
+from async_flowrl.policies.stored import check_fits
 from async_flowrl.seeds import derive, generator, untouched_rng
 
 # Parts that torch.compile, gradient checkpointing and FSDP insert into the names of modules.
@@ -147,17 +148,8 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
     source = lora_file.read_for(config)
     excluded = re.compile(policy.lora_exclude or "")
     tensors = {n: t for n, t in source.tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}
-    where, parameters = f"lora.path {config.path}", lora_parameters(transformer)
-    missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
-    if missing or extra:
-        first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this run does not adapt"
-        raise ValueError(
-            f"{where} does not fit lora.targets: it {first} ({len(missing)} tensors missing, {len(extra)} too many)"
-        )
-    for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
-            shapes = f"{list(tensors[name].shape)}, expected {list(parameter.shape)}"
-            raise ValueError(f"{where} does not fit the model: {name} is {shapes}")
+    parameters = lora_parameters(transformer)
+    check_fits(f"lora.path {config.path} does not fit lora.targets: it", tensors, parameters, all_of=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])

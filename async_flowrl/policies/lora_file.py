@@ -5,9 +5,7 @@ metadata, e.g. ComfyUI assumes alpha = rank.
 """
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import LoraConfig
+from async_flowrl.observability.events import replace_file
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -146,18 +145,9 @@ def encoded(tensors: Mapping[str, Tensor], header: Mapping[str, str], base: str 
 
 
 def put(file: Path, content: bytes) -> Path:
-    """Writes a file under a temporary name and renames it, so it is never incomplete; creates its folder."""
+    """Writes a file, which is never incomplete, and creates its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    try:
-        with os.fdopen(handle, "wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, file)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    replace_file(file, content)
     return file
 
 
@@ -201,7 +191,20 @@ def is_peft(file: Path) -> bool:
 def read(path: Path, what: str = "LoRA") -> LoraFile:
     """Reads a diffusers LoRA file or folder, or a PEFT folder. Raises ValueError, one sentence, for anything else."""
     file = weights_file(path, what)
-    return _read_peft(file.parent) if is_peft(file) else _read_diffusers(file)
+    header, prefixes, where = header_of(file), [PREFIX], str(file)
+    if is_peft(file):
+        prefixes, where = [PEFT_PREFIX, PREFIX], str(file.parent)
+        config = json.loads(file.with_name(PEFT_CONFIG).read_text(encoding="utf-8"))
+        if config.get("peft_type") != "LORA":
+            raise ValueError(f"{where} holds a PEFT adapter of type {config.get('peft_type')}, only LORA can be read")
+    else:
+        config = {key.removeprefix(PREFIX): value for key, value in json.loads(header.get(_METADATA, "{}")).items()}
+    for key in _UNSUPPORTED:
+        if config.get(key):
+            raise ValueError(f"{where} uses {key}={config[key]!r}, which is not supported; plain LoRA is")
+    tensors = _load(file, prefixes)
+    rank = rank_of(tensors, where)
+    return LoraFile(tensors, rank, float(config.get("lora_alpha", rank)))
 
 
 def read_for(config: LoraConfig) -> LoraFile:
@@ -221,28 +224,8 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
         raise ValueError(f"{where} has values that are not finite, in {len(broken)} tensors, such as {broken[0]}")
 
 
-def _read_diffusers(path: Path) -> LoraFile:
-    tensors, header = _load(path, [PREFIX])
-    rank = rank_of(tensors, str(path))
-    alpha = float(rank)
-    if _METADATA in header:
-        metadata = {key.removeprefix(PREFIX): value for key, value in json.loads(header[_METADATA]).items()}
-        _check(metadata, str(path))
-        alpha = float(metadata["lora_alpha"])
-    return LoraFile(tensors, rank, alpha)
-
-
-def _read_peft(folder: Path) -> LoraFile:
-    config = json.loads((folder / PEFT_CONFIG).read_text(encoding="utf-8"))
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{folder} holds a PEFT adapter of type {config.get('peft_type')}, only LORA can be read")
-    _check(config, str(folder))
-    tensors, _ = _load(folder / PEFT_WEIGHTS, [PEFT_PREFIX, PREFIX])
-    return LoraFile(tensors, rank_of(tensors, str(folder)), float(config["lora_alpha"]))
-
-
-def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    header, tensors = header_of(path), {}
+def _load(path: Path, prefixes: list[str]) -> dict[str, Tensor]:
+    tensors = {}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
             name = key
@@ -252,13 +235,7 @@ def _load(path: Path, prefixes: list[str]) -> tuple[dict[str, Tensor], dict[str,
             if not _TENSOR.fullmatch(name) or name.startswith(COMFYUI_PREFIX):
                 raise ValueError(f"{path} holds {key!r}, not a diffusers or PEFT LoRA tensor of the transformer")
             tensors[name] = file.get_tensor(key).to(torch.float32)
-    return tensors, header
-
-
-def _check(config: Mapping[str, Any], where: str) -> None:
-    for key in _UNSUPPORTED:
-        if config.get(key):
-            raise ValueError(f"{where} uses {key}={config[key]!r}, which is not supported; plain LoRA is")
+    return tensors
 
 
 def rank_of(tensors: Mapping[str, Tensor], where: str) -> int:

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -26,7 +26,7 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights
+from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, indexed, weights_files
 from async_flowrl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -96,25 +96,19 @@ def _published(name: str, family: str = "auto") -> tuple[str, str, None]:
 
 
 def _dtype(config: ModelConfig, path: str, revision: str | None) -> str:
-    if revision is None and config.weights == "files":
-        _check_files(path)
+    folder, local = Path(path) / FOLDER, revision is None and config.weights == "files"
+    if local and any(folder.glob(f"{FILE.removesuffix('.safetensors')}*")):
+        try:
+            weights_files(folder)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.path {path}: {error}") from error
     if config.dtype != "auto":
         return config.dtype
     if config.weights == "random" and config.path in architectures():
         return architectures()[config.path].dtype
-    if config.weights == "random" and not any(Path(path).glob(f"{FOLDER}/*.safetensors")):
+    if config.weights == "random" and not any(folder.glob("*.safetensors")):
         return "bfloat16"
     return dtype_of_files(path, revision)
-
-
-def _check_files(path: str) -> None:
-    """Raises ValueError for files of the transformer that are named, and for one of which only variants are there."""
-    folder = Path(path) / FOLDER
-    try:
-        if any(folder.glob(f"{FILE.removesuffix('.safetensors')}*")):
-            weights_files(folder)
-    except OSError as error:
-        raise ValueError(f"model.path {path}: {error}") from error
 
 
 def _located(config: ModelConfig) -> tuple[str, str, str | None]:
@@ -272,7 +266,7 @@ def dtype_of_files(path: str, revision: str | None) -> str:
     try:
         files = weights_files(Path(path) / FOLDER) if revision is None else []
         sizes = sum(map(_header, files), Counter()) if revision is None else _hub(path, revision)
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"model.dtype=auto cannot be read off the transformer's files of model.path {path}: {first_line(error)}; "
             "set model.dtype to bfloat16 or float32"
@@ -287,33 +281,22 @@ def dtype_of_files(path: str, revision: str | None) -> str:
     return _STORED[stored]
 
 
-def weights_files(folder: Path) -> list[Path]:
-    """Returns the weights files of a local transformer folder. Raises OSError if one of them is missing."""
-    index = folder / f"{FILE}.index.json"
-    files = [folder / name for name in sorted(_names(index) if index.is_file() else {FILE})]
-    if missing := [file.name for file in files if not file.is_file()]:
-        variants = sorted(file.name for file in folder.glob("*.*.safetensors"))
-        only = f"; of variants such as {variants[0]} none is read" if variants else ""
-        raise OSError(f"there is no {FOLDER}/{missing[0]}{only}")
-    return files
-
-
-def _names(index: Path) -> set[str]:
-    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+def _bits(tensors: Iterable[tuple[str, Sequence[int]]]) -> Counter[str]:
+    bits: Counter[str] = Counter()
+    for dtype, shape in tensors:
+        bits[dtype] += math.prod(shape) * _BITS.get(dtype, 8)
+    return bits
 
 
 def _header(file: Path) -> Counter[str]:
-    bits: Counter[str] = Counter()
     with safe_open(file, "pt") as opened:
-        for name in opened.keys():  # noqa: SIM118
-            tensor = opened.get_slice(name)
-            bits[tensor.get_dtype()] += math.prod(tensor.get_shape()) * _BITS.get(tensor.get_dtype(), 8)
-    return bits
+        slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118
+        return _bits((tensor.get_dtype(), tensor.get_shape()) for tensor in slices)
 
 
 def _hub(path: str, revision: str) -> Counter[str]:
     try:
-        names = _names(hub_file(path, f"{FOLDER}/{FILE}.index.json", revision))
+        names = indexed(hub_file(path, f"{FOLDER}/{FILE}.index.json", revision))
     except EntryNotFoundError:
         names = {FILE}
     total: Counter[str] = Counter()
@@ -332,10 +315,7 @@ def _remote(path: str, name: str, revision: str) -> Counter[str]:
         header = parse_safetensors_file_metadata(path, name, revision=revision)
     except cast("tuple[type[Exception], ...]", errors) as error:
         raise OSError(f"{name}: {first_line(error)}") from error
-    bits: Counter[str] = Counter()
-    for tensor in header.tensors.values():
-        bits[tensor.dtype] += 8 * (tensor.data_offsets[1] - tensor.data_offsets[0])
-    return bits
+    return _bits((tensor.dtype, tensor.shape) for tensor in header.tensors.values())
 
 
 class LengthCheck:

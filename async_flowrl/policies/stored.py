@@ -46,21 +46,42 @@ class StoredWeights(Weights):
 
     def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None, folder: str = FOLDER) -> None:
         place = (Path(path) if revision is None else download(path, revision, "transformer")) / folder
-        index = place / f"{FILE}.index.json"
-        if index.is_file():
-            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif (place / FILE).is_file():
-            with safe_open(place / FILE, framework="pt") as file:
-                files = dict.fromkeys(file.keys(), FILE)
-        else:
-            raise ValueError(f"{place} holds no {FILE}: only safetensors weights are loaded")
-        self.sources = {name: place / file for name, file in files.items()}
+        self.sources = {name: file for file in weights_files(place) for name in elements_in(file)}
         self._dtype = dtype
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self.sources[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """Returns the weights files of a local transformer folder. Raises ValueError if one of them is missing."""
+    index = folder / f"{FILE}.index.json"
+    files = [folder / name for name in sorted(indexed(index) if index.is_file() else {FILE})]
+    if missing := [file.name for file in files if not file.is_file()]:
+        variants = sorted(file.name for file in folder.glob("*.*.safetensors"))
+        only = f"; of variants such as {variants[0]} none is read" if variants else ""
+        raise ValueError(f"there is no {folder.name}/{missing[0]}{only}")
+    return files
+
+
+def indexed(index: Path) -> set[str]:
+    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+
+
+def check_fits(where: object, tensors: Mapping[str, Tensor], model: Mapping[str, Tensor], *, all_of: bool) -> None:
+    """Raises ValueError for a tensor that `model` lacks or has in another shape; `all_of`: and for one that is missing.
+
+    The message begins with `where`.
+    """
+    extra, missing = sorted(tensors.keys() - model.keys()), sorted(model.keys() - tensors.keys()) if all_of else []
+    if missing or extra:
+        first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which is not trained here"
+        raise ValueError(f"{where} {first} ({len(missing)} tensors missing, {len(extra)} too many)")
+    for name in sorted(tensors):
+        if tensors[name].shape != model[name].shape:
+            raise ValueError(f"{where}: {name} is {list(tensors[name].shape)}, expected {list(model[name].shape)}")
 
 
 @dataclass(frozen=True)

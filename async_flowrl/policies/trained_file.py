@@ -16,7 +16,7 @@ from torch import Tensor
 from async_flowrl.config.error_text import first_line, quieter
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of, weights_of
-from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights
+from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, check_fits
 
 
 def check(path: Path) -> None:
@@ -46,7 +46,7 @@ def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel
     from huggingface_hub import save_torch_state_dict
 
     dtype, stored = DTYPES[model.dtype], weights_of(model)
-    _check_fits(folder, tensors, stored)
+    check_fits(folder, tensors, stored, all_of=False)
     state = {name: tensors[name].to(dtype).contiguous() if name in tensors else stored[name] for name in sorted(stored)}
     work, old = (folder.with_name(f".{folder.name}-{what}") for what in ("unfinished", "old"))
     for leftover in (work, old):
@@ -76,20 +76,9 @@ def put_on(pipeline: Any, folder: Path) -> None:
     state = pipeline.transformer.state_dict()
     dtype = next(pipeline.transformer.parameters()).dtype
     stored = StoredWeights(str(folder.parent), dtype=dtype, folder=folder.name)
-    _check_fits(folder, stored, state)
-    if missing := sorted(state.keys() - stored.keys()):
-        raise ValueError(f"{folder} lacks {missing[0]} of {type(pipeline).__name__} ({len(missing)} tensors missing)")
+    check_fits(folder, stored, state, all_of=True)
     for name, tensor in state.items():
         tensor.copy_(stored[name])
-
-
-def _check_fits(folder: Path, tensors: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
-    for name in sorted(tensors):
-        if name not in model:
-            raise ValueError(f"{folder}: {name} is no tensor of the model")
-        if tensors[name].shape != model[name].shape:
-            shapes = f"{list(tensors[name].shape)}, expected {list(model[name].shape)}"
-            raise ValueError(f"{folder}: {name} is {shapes}")
 
 
 _NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lora\.up|lora_down|lora_up)\.weight")

@@ -10,7 +10,7 @@ import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.config.error_text import in_one_line
+from async_flowrl.config.error_text import in_one_line, shortened
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.rewards.base import PromptRefused, Reward, RewardError
 from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Scores, Span
@@ -113,7 +113,7 @@ def _extra(where: str, name: object, value: object) -> Extra:
     if name in STATISTICS:
         raise RewardError(f"{where}: an extra must not be called {name!r}, which metrics use for the score itself")
     if isinstance(value, str):
-        return value if len(value) <= MAX_CHARACTERS else value[: MAX_CHARACTERS - 1] + "…"
+        return shortened(value, MAX_CHARACTERS)
     if isinstance(value, Real | np.bool_ | np.ndarray) or hasattr(value, "__array__"):
         return image_result(f"{where}: the extra {name!r}", value).scores[0]
     raise RewardError(f"{where}: the extra {name!r} must be a finite number or a string, got {type(value).__name__}")
@@ -147,71 +147,47 @@ async def call(reward: Callable[..., Any], images: ByteArray, prompt: Prompt, ex
     return await result if inspect.isawaitable(result) else result
 
 
-@dataclass
-class _Calls:
-    term: Term
-    prompt: Prompt
-    executor: Executor
-    retries: int = 0
-
-    @property
-    def shown(self) -> str:
-        text = self.prompt.text
-        return repr(text if len(text) <= MAX_PROMPT else f"{text[:MAX_PROMPT]}…")
-
-    @property
-    def where(self) -> str:
-        return f"reward {self.term.name!r} on prompt {self.shown}"
-
-    async def call(self, images: ByteArray) -> Any:
-        """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
-        try:
-            return await call(self.term.reward, images, self.prompt, self.executor)
-        except (Exception, SystemExit) as error:
-            if isinstance(refusal := leaves(error)[0], PromptRefused):
-                raise PromptRefused(f"reward {self.term.name!r}: {refusal}") from error
-            what = f"reward {self.term.name!r} failed on prompt {self.shown}"
-            raise RewardError(f"{what}: {in_one_line(error)}") from error
-
-    async def image(self, image: ByteArray, config: RewardConfig, places: asyncio.Semaphore) -> Result:
-        """Returns one image's result after at most `config.retries` retries. Raises the last try's RewardError."""
-        attempt = 0
-        while True:
-            try:
-                async with places:
-                    return image_result(self.where, await self.call(image))
-            except RewardError as error:
-                if attempt == config.retries or isinstance(error, PromptRefused):
-                    raise
-            self.retries += 1
-            await asyncio.sleep(config.backoff * 2**attempt)
-            attempt += 1
-
-    async def distance(self, images: ByteArray) -> float:
-        """Returns the mean cosine distance of the images by the reward's `features`. Raises RewardError."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self.executor, cosine_distance, self.term.reward, images)
-        except (Exception, SystemExit) as error:
-            raise RewardError(f"{self.where} has no features of the images: {in_one_line(error)}") from error
-
-
 async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig) -> Scores:
     """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failed`.
 
     `config` has the retries of one image, the seconds before the first, and how many images are scored at a time.
     """
-    start, name = time.time(), term.name
-    calls = _Calls(term, prompt, executor)
-    scores = Scores((), {})
+    start, name, shown = time.time(), term.name, repr(shortened(prompt.text, MAX_PROMPT))
+    where, scores, retries = f"reward {name!r} on prompt {shown}", Scores((), {}), 0
+
+    async def called(part: ByteArray) -> Any:
+        """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
+        try:
+            return await call(term.reward, part, prompt, executor)
+        except (Exception, SystemExit) as error:
+            if isinstance(refusal := leaves(error)[0], PromptRefused):
+                raise PromptRefused(f"reward {name!r}: {refusal}") from error
+            raise RewardError(f"reward {name!r} failed on prompt {shown}: {in_one_line(error)}") from error
+
+    async def scored(image: ByteArray, places: asyncio.Semaphore) -> Result:
+        """Returns one image's result after at most `config.retries` retries. Raises the last try's RewardError."""
+        nonlocal retries
+        attempt = 0
+        while True:
+            try:
+                async with places:
+                    return image_result(where, await called(image))
+            except RewardError as error:
+                if attempt == config.retries or isinstance(error, PromptRefused):
+                    raise
+            retries += 1
+            await asyncio.sleep(config.backoff * 2**attempt)
+            attempt += 1
+
     try:
         if term.pointwise:
-            result = await _pointwise(calls, images, config)
+            places = asyncio.Semaphore(config.concurrency)
+            result = joined(where, await _all(scored(image, places) for image in images))
         else:
-            result = group_result(calls.where, await calls.call(images), len(images))
-        if term.held_out and len(images) > 1 and hasattr(term.reward, "features"):
-            scores = replace(scores, distances={name: await calls.distance(images)})
-        scores = replace(scores, by_term={name: result.scores}, extras={name: result.extras} if result.extras else {})
+            result = group_result(where, await called(images), len(images))
+        distances = await _distances(where, term, images, executor)
+        extras = {name: result.extras} if result.extras else {}
+        scores = replace(scores, by_term={name: result.scores}, extras=extras, distances=distances)
     except RewardError as error:
         text = "".join(traceback.format_exception(error))
         refused = isinstance(error, PromptRefused)
@@ -221,22 +197,31 @@ async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Ex
     return replace(
         scores,
         spans=(Span(f"score/{name}", start, time.time()),),
-        retries={name: calls.retries} if calls.retries else {},
+        retries={name: retries} if retries else {},
         requests={name: requests} if requests.sent else {},
     )
 
 
-async def _pointwise(calls: _Calls, images: ByteArray, config: RewardConfig) -> Result:
-    """Scores the images concurrently. The first failure cancels the other calls and is raised once all have ended."""
-    places = asyncio.Semaphore(config.concurrency)
-    tasks = [asyncio.ensure_future(calls.image(image, config, places)) for image in images]
+async def _all(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Awaits the calls concurrently. The first failure cancels the others and is raised once all have ended."""
+    tasks = [asyncio.ensure_future(each) for each in calls]
     try:
-        results = await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return joined(calls.where, results)
+
+
+async def _distances(where: str, term: Term, images: ByteArray, executor: Executor) -> dict[str, float]:
+    """Returns a held-out term's mean cosine distance of the images; empty without `features`. Raises RewardError."""
+    if not term.held_out or len(images) < 2 or not hasattr(term.reward, "features"):
+        return {}
+    loop = asyncio.get_running_loop()
+    try:
+        return {term.name: await loop.run_in_executor(executor, cosine_distance, term.reward, images)}
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"{where} has no features of the images: {in_one_line(error)}") from error
 
 
 def cosine_distance(reward: Any, images: ByteArray) -> float:

@@ -10,7 +10,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -45,27 +45,18 @@ class PassingError(ServerError):
         self.pause = pause
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of a request: seconds of an attempt (`timeout`) and of all with pauses (`deadline`), bytes of a reply.
-
-    `concurrency` is the largest number of requests at a time.
-    """
-
-    timeout: float
-    deadline: float
-    retries: int
-    reply_bytes: int
-    concurrency: int
-
-
 class Endpoint:
     """The servers that one reward asks; requests are spread over their URLs."""
 
-    def __init__(self, urls: Sequence[str], bounds: Bounds, token_option: str, token_variable: str | None) -> None:
-        """`token_variable` is the environment variable with the token, None for none; `token_option` is its option."""
-        self.urls, self._bounds, self._token = list(urls), bounds, ""
-        self._option, self._variable = token_option, token_variable
+    def __init__(self, urls: Sequence[str], options: Mapping[str, Any], *, reply_bytes: int, token: str) -> None:
+        """`options` are the reward's, those of LIMITS among them, and `token` the one that names the token's variable.
+
+        `timeout` is the seconds of an attempt, `deadline` those of all with pauses, `concurrency` the largest number of
+        requests at a time.
+        """
+        self.urls, self._token, self._reply_bytes = list(urls), "", reply_bytes
+        self._option, self._variable = token, options[token]
+        self._timeout, self._deadline, self._retries, self._concurrency = (options[name] for name, _, _ in LIMITS)
         self._requests = Requests()
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -96,13 +87,13 @@ class Endpoint:
             raise
 
     async def _attempts(self, body: bytes, headers: dict[str, str], first: int, read: Callable[[bytes], T]) -> T:
-        attempts, last, url = _attempts(self._bounds), "", ""
+        attempts, last, url = self._retrying(), "", ""
 
         async def attempt() -> T:
             nonlocal last, url
             url = self.urls[(first + attempts.statistics["attempt_number"] - 1) % len(self.urls)]
             try:
-                result = read(await _once(url, body, headers, self._bounds))
+                result = read(await self._once(url, body, headers))
             except (ContractError, ServerError) as error:
                 failure = error if isinstance(error, ServerError) else ServerError(f"{url}: {error}")
                 last = f"; the last attempt ended with: {failure}"
@@ -112,14 +103,59 @@ class Endpoint:
             return result
 
         try:
-            async with asyncio.timeout(self._bounds.deadline):
+            async with asyncio.timeout(self._deadline):
                 return await attempts(attempt)
         except TimeoutError:
-            failure = ServerError(f"{url} gave no score within the deadline of {self._bounds.deadline:g} s{last}")
+            failure = ServerError(f"{url} gave no score within the deadline of {self._deadline:g} s{last}")
             self._requests += Requests(1, 1, str(failure))
             raise failure from None
         except PassingError as error:
             raise ServerError(f"{error} (attempt {attempts.statistics['attempt_number']}, the last)") from error
+
+    def _retrying(self) -> tenacity.AsyncRetrying:
+        growing = tenacity.wait_exponential(multiplier=BACKOFF_SECONDS, max=MAX_BACKOFF_SECONDS)
+
+        def pause(state: tenacity.RetryCallState) -> float:
+            error = state.outcome.exception() if state.outcome else None
+            requested = error.pause if isinstance(error, PassingError) else None
+            return growing(state) if requested is None else requested
+
+        return tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(PassingError),
+            stop=tenacity.stop_after_attempt(self._retries + 1),
+            wait=pause,
+            reraise=True,
+        )
+
+    async def _once(self, url: str, body: bytes, headers: dict[str, str]) -> bytes:
+        """Returns the body of a reply of status 200. Raises PassingError if a retry makes sense, else ServerError."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                async with client().stream("POST", url, content=body, headers=headers) as response:
+                    content = await _bounded(response, url, self._reply_bytes)
+        except TimeoutError:
+            raise PassingError(f"{url} gave no answer within {self._timeout:g} s") from None
+        except httpx.TransportError as error:
+            closed = "the server closed the connection" + "; it may want https" * url.startswith("http:")
+            raise PassingError(f"{url}: {type(error).__name__}: {str(error) or closed}") from error
+        except httpx.InvalidURL as error:
+            raise ServerError(f"{url} is no URL: {error}") from error
+        status = response.status_code
+        if status == 200:
+            return content
+        if 300 <= status < 400:
+            where = response.headers.get("location", "nowhere")
+            raise ServerError(f"{url} answered {status}, a redirect to {where[:200]!r}; redirects are not followed")
+        refused = f"{url} answered {status} {response.reason_phrase}: {shown(content)}"
+        if status not in PASSING and status < 500:
+            raise ServerError(refused)
+        requested = response.headers.get("retry-after", "").strip()
+        pause = float(requested) if requested.isdecimal() else None
+        if pause is not None and pause >= self._deadline:
+            raise ServerError(
+                f"{refused}; it asks to wait {pause:g} s, longer than the deadline of {self._deadline:g} s"
+            )
+        raise PassingError(refused, pause)
 
     def _from_environment(self) -> str:
         if self._variable is None:
@@ -134,7 +170,7 @@ class Endpoint:
         """Returns the semaphore that limits concurrent requests; each event loop needs its own."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self._bounds.concurrency)
+            self._slots = loop, asyncio.Semaphore(self._concurrency)
         return self._slots[1]
 
 
@@ -168,35 +204,6 @@ def checked_urls(what: str, option: str | Sequence[str] | None, example: str, to
     return [url.rstrip("/") for url in urls]
 
 
-async def _once(url: str, body: bytes, headers: dict[str, str], bounds: Bounds) -> bytes:
-    """Returns the body of a reply of status 200. Raises PassingError if a retry makes sense, else ServerError."""
-    try:
-        async with asyncio.timeout(bounds.timeout):
-            async with client().stream("POST", url, content=body, headers=headers) as response:
-                content = await _bounded(response, url, bounds.reply_bytes)
-    except TimeoutError:
-        raise PassingError(f"{url} gave no answer within {bounds.timeout:g} s") from None
-    except httpx.TransportError as error:
-        closed = "the server closed the connection" + "; it may want https" * url.startswith("http:")
-        raise PassingError(f"{url}: {type(error).__name__}: {str(error) or closed}") from error
-    except httpx.InvalidURL as error:
-        raise ServerError(f"{url} is no URL: {error}") from error
-    status = response.status_code
-    if status == 200:
-        return content
-    if 300 <= status < 400:
-        where = response.headers.get("location", "nowhere")
-        raise ServerError(f"{url} answered {status}, a redirect to {where[:200]!r}; redirects are not followed")
-    refused = f"{url} answered {status} {response.reason_phrase}: {shown(content)}"
-    if status not in PASSING and status < 500:
-        raise ServerError(refused)
-    requested = response.headers.get("retry-after", "").strip()
-    pause = float(requested) if requested.isdecimal() else None
-    if pause is not None and pause >= bounds.deadline:
-        raise ServerError(f"{refused}; it asks to wait {pause:g} s, longer than the deadline of {bounds.deadline:g} s")
-    raise PassingError(refused, pause)
-
-
 async def _bounded(response: httpx.Response, url: str, limit: int) -> bytes:
     """Returns the whole body. Raises ServerError if it is longer than `limit` bytes, or compressed unasked."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
@@ -218,19 +225,3 @@ def client() -> httpx.AsyncClient:
         headers = {"Accept-Encoding": "identity", "User-Agent": "async-flowrl"}
         _clients[loop] = httpx.AsyncClient(timeout=None, limits=limits, headers=headers, trust_env=False)
     return _clients[loop]
-
-
-def _attempts(bounds: Bounds) -> tenacity.AsyncRetrying:
-    growing = tenacity.wait_exponential(multiplier=BACKOFF_SECONDS, max=MAX_BACKOFF_SECONDS)
-
-    def pause(state: tenacity.RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        requested = error.pause if isinstance(error, PassingError) else None
-        return growing(state) if requested is None else requested
-
-    return tenacity.AsyncRetrying(
-        retry=tenacity.retry_if_exception_type(PassingError),
-        stop=tenacity.stop_after_attempt(bounds.retries + 1),
-        wait=pause,
-        reraise=True,
-    )

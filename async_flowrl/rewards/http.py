@@ -16,7 +16,7 @@ import httpx
 
 from async_flowrl.config.error_text import unknown_name
 from async_flowrl.rewards import http_contract as contract
-from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, check_numbers, checked_urls
+from async_flowrl.rewards.endpoint import LIMITS, Endpoint, check_numbers, checked_urls
 from async_flowrl.types import ByteArray, Prompt, Requests
 
 GROUP, ONE_BY_ONE = "group", "one_by_one"
@@ -51,8 +51,7 @@ class HTTP:
         if self.encoding not in (encodings := (*contract.FORMATS, MULTIPART)):
             raise ValueError(unknown_name("the http reward's encoding", str(self.encoding), encodings))
         check_numbers("http", vars(self), (*LIMITS, ("max_reply_bytes", 1, math.inf)))
-        bounds = Bounds(self.timeout, self.deadline, self.retries, self.max_reply_bytes, self.concurrency)
-        self._endpoint = Endpoint(_endpoints(self.url), bounds, "token_env", self.token_env)
+        self._endpoint = Endpoint(_endpoints(self.url), vars(self), reply_bytes=self.max_reply_bytes, token="token_env")
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError if JSON cannot hold the prompt's metadata, or if a needed target is missing."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from async_flowrl.config.error_text import shortened
 from async_flowrl.rewards.call import Result
 from async_flowrl.types import ByteArray, Prompt
 
@@ -127,7 +128,7 @@ def dumps(value: Mapping[str, Any]) -> bytes:
 def loads(body: bytes, what: str) -> dict[str, Any]:
     """Parses a JSON object. Raises ContractError, whose message begins with `what` (for example "the reply")."""
     try:
-        value = json.loads(body, parse_constant=_no_constant)
+        value = json.loads(body, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise ContractError(f"{what} is not JSON ({error}): {shown(body)}") from error
     if not isinstance(value, dict):
@@ -135,13 +136,12 @@ def loads(body: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> float:
+def no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
 def shown(body: bytes) -> str:
-    text = " ".join(body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split())
-    return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
+    return repr(shortened(" ".join(body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split()), SHOWN_CHARACTERS))
 
 
 def request_body(images: Sequence[bytes], prompts: Sequence[Mapping[str, Any]]) -> bytes:

@@ -21,10 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple, cast
 
-from async_flowrl.config.error_text import unknown_name
+from async_flowrl.config.error_text import shortened, unknown_name
 from async_flowrl.config.paths import expanded
-from async_flowrl.rewards.endpoint import LIMITS, Bounds, Endpoint, ServerError, check_numbers, checked_urls
-from async_flowrl.rewards.http_contract import SHOWN_CHARACTERS, ContractError, dumps, encode_image, is_number, loads
+from async_flowrl.rewards.endpoint import LIMITS, Endpoint, ServerError, check_numbers, checked_urls
+from async_flowrl.rewards.http_contract import (
+    SHOWN_CHARACTERS,
+    ContractError,
+    dumps,
+    encode_image,
+    is_number,
+    loads,
+    no_constant,
+)
 from async_flowrl.rewards.ocr import check_target, normalise, text_score
 from async_flowrl.types import ByteArray, Prompt, Requests
 
@@ -233,8 +241,7 @@ class VLMJudge:
         self._template = self.prompt_template or (GROUP_TEMPLATE if self._group else TEMPLATES[self.mode])
         self._needs_target = "target" in _placeholders(self._template, self.mode) or self.mode == TRANSCRIBE
         self._values, self._bounds = _answers(self.answers), _rising(self.range)
-        bounds = Bounds(self.timeout, self.deadline, self.retries, MAX_REPLY_BYTES, self.concurrency)
-        self._endpoint = Endpoint(_urls(self.base_url), bounds, "api_key_env", self.api_key_env)
+        self._endpoint = Endpoint(_urls(self.base_url), vars(self), reply_bytes=MAX_REPLY_BYTES, token="api_key_env")
         self._cache = None if self.cache is None else ReplyCache(expanded(self.cache))
         self._term = ""
 
@@ -288,17 +295,13 @@ class VLMJudge:
             return answer, self._verdicts(answer, len(images), prompt, cached=False)
 
         answer, verdicts = await self._endpoint.post(body, "application/json", key[0], read)
-        self._keep(key, answer)
+        if self._cache is not None:
+            try:
+                self._cache.put(key, answer)
+            except OSError as error:
+                logger.warning("the judge's replies are no longer kept in %s: %s", self._cache.folder, error)
+                self._cache = None
         return verdicts
-
-    def _keep(self, key: bytes, answer: Answer) -> None:
-        if self._cache is None:
-            return
-        try:
-            self._cache.put(key, answer)
-        except OSError as error:
-            logger.warning("the judge's replies are no longer kept in %s: %s", self._cache.folder, error)
-            self._cache = None
 
     def _verdicts(self, answer: Answer, count: int, prompt: Prompt, *, cached: bool) -> list[Verdict]:
         extras: Verdict = {"text": answer.text, "cached": float(cached)}
@@ -422,7 +425,7 @@ def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group
     """
     fenced = _FENCE.match(answer.text.strip())
     try:
-        parsed = json.loads(fenced.group(1) if fenced else answer.text, parse_constant=_refuse)
+        parsed = json.loads(fenced.group(1) if fenced else answer.text, parse_constant=no_constant)
     except (ValueError, RecursionError):
         cut = ", cut off at max_tokens" if answer.cut else ""
         text = answer.text.strip()
@@ -449,10 +452,6 @@ def _score_after(answer: Answer, marker: str, bounds: tuple[float, float]) -> fl
         problem = "is cut off at max_tokens" if answer.cut else f"has no single number after {marker!r}"
         raise JudgeError(f"the judge's answer {problem}: {_short(answer.text[-SHOWN_CHARACTERS:])}")
     return _bounded(float(number[1]), bounds)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
 
 
 def _bounded(value: object, bounds: tuple[float, float]) -> float:
@@ -494,5 +493,4 @@ def _expected_value(answer: Answer, values: Mapping[str, float], *, min_mass: fl
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " …"
+    return shortened(repr(value), SHOWN_CHARACTERS)
