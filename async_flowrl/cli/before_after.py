@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from async_flowrl.config.schema import Config, RewardConfig
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.scoring import asked_until_scored
 from async_flowrl.observability.images import grid
-from async_flowrl.observability.statistics import Estimate, estimate
+from async_flowrl.observability.statistics import estimate
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
@@ -41,25 +41,6 @@ Images = dict[int, ByteArray]  # Index of a prompt in the job to its images, uin
 ByPrompt = dict[int, tuple[float, ...]]  # Index of a prompt in the job to its scores, one per image.
 
 
-@dataclass
-class Scored:
-    scores: dict[str, ByPrompt] = field(default_factory=dict)
-    images: Images = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One score of images before and after, paired by prompt and noise; `improved` is their share, 0..1."""
-
-    kind: str
-    weight: float
-    before: Estimate
-    after: Estimate
-    difference: Estimate
-    improved: float
-    scores: Mapping[str, ByPrompt]
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Result of an evaluation: one row per score, over the prompts that have the score both before and after."""
@@ -68,10 +49,10 @@ class Comparison:
     # not required.
 
     job: Job
-    rows: Mapping[str, Row]
+    rows: Mapping[str, dict[str, Any]]
     before: Images
     after: Images
-    missing: tuple[str, ...] = ()
+    missing: list[str]
 
 
 def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
@@ -99,49 +80,53 @@ def check_sizes(job: Job) -> None:
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:
     async with servers_of(job, reward, device) as servers:
-        before = await _scored(pipeline, job, reward, servers)
+        before, images_before = await _scored(pipeline, job, reward, servers)
         trained_file.apply(pipeline, job.trained_weights)
-        after = await _scored(pipeline, job, reward, servers)
-    return compared(job, before, after)
-
-
-def compared(job: Job, before: Scored, after: Scored) -> Comparison:
-    """One row per score. Raises ValueError if a required term, or every score, has no row."""
+        after, images_after = await _scored(pipeline, job, reward, servers)
     names = [*job.terms, *([TOTAL] if job.trained else [])]
-    missing = tuple(name for name in names if not _common(name, before, after))
+    rows = {name: row(name, job, before[name], after[name]) for name in names if name in before and name in after}
+    missing = [name for name in names if not rows.get(name)]
     required = [name for name in missing if name in job.terms and job.terms[name].required]
     if required or len(missing) == len(names):
         raise ValueError(f"none of {len(job.prompts)} prompts could be scored by {(required or missing)[0]}")
     for name in missing:
         logger.warning("%s: no prompt was scored before and after, so it is left out", name)
-    rows = {name: row(name, job, before, after) for name in names if name not in missing}
-    return Comparison(job, rows, before.images, after.images, missing)
+    return Comparison(job, {name: found for name, found in rows.items() if found}, images_before, images_after, missing)
 
 
-def _common(name: str, before: Scored, after: Scored) -> list[int]:
-    return sorted(before.scores.get(name, {}).keys() & after.scores.get(name, {}).keys())
-
-
-def row(name: str, job: Job, before: Scored, after: Scored) -> Row:
-    common = _common(name, before, after)
+def row(name: str, job: Job, before: ByPrompt, after: ByPrompt) -> dict[str, Any]:
+    """One score, paired by prompt and noise, `improved` the share of better images, 0..1; {} without common prompts."""
+    common = sorted(before.keys() & after.keys())
+    if not common:
+        return {}
     if len(common) < len(job.prompts):
         logger.warning("%s: means over %d of %d prompts", name, len(common), len(job.prompts))
-    first, second = ({place: side.scores[name][place] for place in common} for side in (before, after))
+    first, second = ({place: side[place] for place in common} for side in (before, after))
     kind, weight = (job.kinds[name], job.terms[name].weight) if name in job.kinds else (TRAINED, 1.0)
     sign = -1.0 if weight < 0 else 1.0
     changes = {place: tuple(np.subtract(second[place], first[place]).tolist()) for place in common}
     better = [sign * change > 0 for group in changes.values() for change in group]
-    scores = {"before": first, "after": second}
-    return Row(kind, weight, estimate(first), estimate(second), estimate(changes), float(np.mean(better)), scores)
+    return {
+        "kind": kind,
+        "weight": weight,
+        "before": asdict(estimate(first)),
+        "after": asdict(estimate(second)),
+        "difference": asdict(estimate(changes)),
+        "improved": float(np.mean(better)),
+        "scores": {"before": first, "after": second},
+    }
 
 
-async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: RewardServers) -> Scored:
+async def _scored(
+    pipeline: Any, job: Job, reward: CompositeReward, servers: RewardServers
+) -> tuple[dict[str, ByPrompt], Images]:
     config = job.config
     policy = family_of(pipeline, config.model.family).around(
         pipeline, pipeline.transformer.dtype, max_sequence_length=config.model.max_sequence_length
     )
     policy.check(from_config(config).sampling)
-    results = Scored()
+    results: dict[str, ByPrompt] = {}
+    shown: Images = {}
     with ThreadPoolExecutor(config.reward.threads) as executor:
         for place, prompt in enumerate(job.prompts):
             parts = []
@@ -151,7 +136,7 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Rew
                 parts.append(make_images() if not servers.terms else await asyncio.to_thread(make_images))
             images = np.concatenate(parts)
             if place < SHOWN_PROMPTS:
-                results.images[place] = images[:SHOWN_IMAGES]
+                shown[place] = images[:SHOWN_IMAGES]
             try:
                 scores = await scored(reward, job.reward, servers, executor, prompt, images)
             except RewardError as error:
@@ -160,11 +145,11 @@ async def _scored(pipeline: Any, job: Job, reward: CompositeReward, servers: Rew
                 logger.warning("prompt %d is skipped: %s", place, error)
                 continue
             for name, values in scores.by_term.items():
-                results.scores.setdefault(name, {})[place] = tuple(values)
+                results.setdefault(name, {})[place] = tuple(values)
             if job.trained and job.trained.keys() <= scores.by_term.keys():
                 total = weighted_total(job.trained, scores.by_term, len(images))
-                results.scores.setdefault(TOTAL, {})[place] = total
-    return results
+                results.setdefault(TOTAL, {})[place] = total
+    return results, shown
 
 
 async def scored(
@@ -226,7 +211,7 @@ def table(comparison: Comparison) -> str:
         f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "
         f"at {', '.join(map(in_words, sizes_of(comparison)))} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
     )
-    return f"{title}\n{format_table(HEAD, score_rows(as_json(comparison)['rewards']))}\n"
+    return f"{title}\n{format_table(HEAD, score_rows(comparison.rows))}\n"
 
 
 def score_rows(rewards: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -250,13 +235,12 @@ def sizes_of(comparison: Comparison) -> list[Resolution]:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     job, how = comparison.job, from_config(comparison.job.config).sampling
     sizes = sizes_of(comparison)
-    scored = min(row.before.prompts for row in comparison.rows.values())
     return {
         "base": job.config.model.path,
         "trained_weights": str(job.trained_weights),
         "prompts": [prompt.text for prompt in job.prompts],
         "chosen": job.chosen,
-        "scored": scored,
+        "scored": min(row["before"]["prompts"] for row in comparison.rows.values()),
         "images_per_prompt": job.images_per_prompt,
         "seeds": list(job.seeds),
         # A single size is written as in the configuration, so [448, 576] is one height and width. Several sizes are
@@ -265,8 +249,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "num_inference_steps": how.num_inference_steps,
         "true_cfg_scale": how.true_cfg_scale,
         "guidance_scale": how.guidance_scale,
-        "rewards": {name: asdict(row) for name, row in comparison.rows.items()},
-        "missing": list(comparison.missing),
+        "rewards": comparison.rows,
+        "missing": comparison.missing,
     }
 
 
@@ -281,7 +265,7 @@ def picture(comparison: Comparison) -> Image.Image:
 
 def _captions(comparison: Comparison, side: str, place: int) -> list[list[str]]:
     rows = [(name, row) for name, row in comparison.rows.items() if name != TOTAL][:_MAX_SCORES]
-    scores = [(name, row.scores[side][place]) for name, row in rows if place in row.scores[side]]
+    scores = [(name, row["scores"][side][place]) for name, row in rows if place in row["scores"][side]]
     count = min(SHOWN_IMAGES, comparison.job.images_per_prompt)
     return [[f"{values[image]:.3g} {name}" for name, values in scores] for image in range(count)]
 

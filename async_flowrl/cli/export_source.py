@@ -1,12 +1,12 @@
 """Reading of what is exported: a run directory, a checkpoint, or a LoRA of any format."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from async_flowrl.cli.generate import run_of
+from async_flowrl.cli.generate import run_of, with_base
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.policies import lora_file, lora_formats
@@ -129,8 +129,6 @@ def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path) -> None
 
 
 def _model(base: str | None, config: Config | None) -> ModelConfig | None:
-    if config is None:
-        return ModelConfig(path=base) if base is not None else None
-    if base is None or base == config.model.path:
-        return config.model
-    return replace(config.model, path=base, revision=None)
+    if config is None and base is None:
+        return None
+    return with_base(config.model if config is not None else ModelConfig(path=str(base)), base)

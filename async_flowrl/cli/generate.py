@@ -53,8 +53,7 @@ def config_of(trained: Path | None, model: str | None, *, run: Path | None = Non
         run = run or run_of(trained)
     if run is not None:
         config = read_config(run / "config.yaml")
-        if model is not None and model != config.model.path:
-            config.model = replace(config.model, path=model, revision=None)
+        config.model = with_base(config.model, model)
         return config
     base = model or (None if trained is None or trained_file.is_whole(trained) else lora_file.base_of(trained))
     if base is None:
@@ -62,6 +61,10 @@ def config_of(trained: Path | None, model: str | None, *, run: Path | None = Non
             f"{option} is needed: there is no config.yaml of a run beside the weights, and they name no base model"
         )
     return usual(base)
+
+
+def with_base(model: ModelConfig, base: str | None) -> ModelConfig:
+    return model if base in (None, model.path) else replace(model, path=str(base), revision=None)
 
 
 def run_of(trained: Path) -> Path | None:

@@ -99,10 +99,10 @@ def stored_elements(path: str, revision: str | None = None) -> StoredElements:
     Raises the errors of StoredWeights, and of huggingface_hub for missing files of the transformer.
     """
     root = Path(path) if revision is None else folder_here(path, revision)
-    stored = StoredWeights(str(root), dtype=torch.float32)
-    in_files = {name: count for file in set(stored.sources.values()) for name, count in elements_in(file).items()}
+    files = weights_files(root / FOLDER)
+    transformer = {name: count for file in files for name, count in elements_in(file).items()}
     text, vae = (sum(map(_elements_of_part, root.glob(part))) for part in ("text_encoder*", "vae"))
-    return StoredElements({name: in_files[name] for name in stored}, text, vae)
+    return StoredElements(transformer, text, vae)
 
 
 def _elements_of_part(folder: Path) -> int:

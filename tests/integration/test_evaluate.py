@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from async_flowrl.cli import before_after as measure
-from async_flowrl.cli.before_after import Scored
 from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.cli.evaluate import parser
 from async_flowrl.cli.evaluation_job import job_of
@@ -162,11 +161,11 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
 def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A prompt that is skipped once is left out twice; a term that is trained against is better where it is less."""
     job = job_of(parser().parse_args([str(run)]))
-    before = Scored({"color": {0: (1.0, 2.0), 1: (5.0, 5.0), 2: (3.0, 3.0)}})
-    after = Scored({"color": {0: (2.0, 1.0), 2: (4.0, 5.0)}})
+    before = {0: (1.0, 2.0), 1: (5.0, 5.0), 2: (3.0, 3.0)}
+    after = {0: (2.0, 1.0), 2: (4.0, 5.0)}
     row = measure.row("color", job, before, after)
-    assert row.after is not None and row.difference is not None
-    assert (row.before.mean, row.after.mean, row.difference.mean, row.improved) == (2.25, 3.0, 0.75, 0.75)
+    assert [row[side]["mean"] for side in ("before", "after", "difference")] == [2.25, 3.0, 0.75]
+    assert row["improved"] == 0.75
     assert "color: means over 2 of 3 prompts" in caplog.text
     against = replace(job, terms={"color": RewardTerm(weight=-1.0)})
-    assert measure.row("color", against, before, after).improved == 0.25
+    assert measure.row("color", against, before, after)["improved"] == 0.25

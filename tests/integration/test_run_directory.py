@@ -149,8 +149,8 @@ def test_the_lora_in_a_fresh_pipeline_is_the_trained_model(run: Run, tmp_path: P
     """Its images earn what the run's last evaluation measured, with the same noise."""
     found = evaluate(job_of(parser().parse_args([str(run.root)]))).rows["reward"]
     before, after = run.metrics[0]["evaluation_before/reward/mean"], run.metrics[-1]["evaluation/reward/mean"]
-    assert found.before.mean == pytest.approx(before, abs=1e-4)
-    assert found.after is not None and found.after.mean == pytest.approx(after, abs=1e-4)
+    assert found["before"]["mean"] == pytest.approx(before, abs=1e-4)
+    assert found["after"]["mean"] == pytest.approx(after, abs=1e-4)
     assert abs(after - before) > 0.01
     exported = write_lora(read_source(run.root), tmp_path)
     mine, theirs = load_file(run.root / "lora" / FILE_NAME), load_file(exported)
