@@ -170,8 +170,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def table(rows: Sequence[Row]) -> str:
-    cells = [(r.step, "yes" if r.holds else "no", f"{r.difference:.2g}", f"{r.relative:.2g}") for r in rows]
+    cells = [(r.step, "yes" if r.holds else "no", *map(_digits, (r.difference, r.relative))) for r in rows]
     return format_table(("step", "equal", "max |difference|", "relative"), cells)
+
+
+def _digits(number: float) -> str:
+    return "" if math.isnan(number) else f"{number:.2g}"
 
 
 def job_of(settings: Settings, prompt: str, device: str) -> Job:

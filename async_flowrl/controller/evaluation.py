@@ -166,13 +166,9 @@ class EvaluationRecords:
     failures: list[str]  # Sentences on failures outside the training. They do not end the run; summary.json lists them.
     # Called with a reason to ask the run to end after the current step.
     stop: Callable[[str], None] = lambda reason: None
-    # (version, whether it is the baseline) → the evaluation's metrics, which are added to a step's line.
-    _keys: dict[tuple[int, bool], dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         records = self.log.records
-        for position, record in enumerate(records):
-            self._keys[record.version, record.baseline] = metric_keys(record, records[:position])
         held_out = reward_sources(self.config.evaluate.reward.terms)
         # Read now, as a file may be edited after the workers have loaded it.
         self._sources = reward_sources(self.config.reward.terms) | held_out
@@ -194,9 +190,13 @@ class EvaluationRecords:
 
     def metric_keys(self, step: int) -> dict[str, float]:
         """Returns the metrics of version `step` + 1; at step 0 also those of version 0 and of the baseline."""
-        before = {f"evaluation_before/{k}": v for k, v in self._keys.get((0, False), {}).items() if step == 0}
-        baseline = {f"evaluation_baseline/{k}": v for k, v in self._keys.get((0, True), {}).items() if step == 0}
-        return baseline | before | {f"evaluation/{k}": v for k, v in self._keys.get((step + 1, False), {}).items()}
+        prefixes = {(0, True): "evaluation_baseline", (0, False): "evaluation_before"} if step == 0 else {}
+        prefixes[step + 1, False] = "evaluation"
+        keys, records = dict[str, float](), self.log.records
+        for place, record in enumerate(records):
+            if prefix := prefixes.get((record.version, record.baseline)):
+                keys |= {f"{prefix}/{key}": value for key, value in metric_keys(record, records[:place]).items()}
+        return keys
 
     def show(self, result: EvaluationResult) -> None:
         """Writes a complete evaluation; called in a thread. A picture that cannot be made is recorded as a failure."""
@@ -205,13 +205,11 @@ class EvaluationRecords:
         record = record_of(self.config, result, self._sources)
         if not record.curves:
             return
-        earlier = self.log.records
-        keys = metric_keys(record, earlier)
-        # Set before `amend`: if the step's line is not written yet, `AfterStep` adds these keys.
-        self._keys[record.version, record.baseline] = keys
+        keys = metric_keys(record, self.log.records)
+        # Added before `amend`: if the step's line is not written yet, `AfterStep` adds these keys.
+        self.log.add(record)
         step = max(0, result.version - 1)
         self.metrics.amend(step, self.metric_keys(step))
-        self.log.add(record)
         if not record.baseline:
             self._watch_for_hacking()
         self.monitor.evaluation(

@@ -6,6 +6,7 @@ Addresses go to all reward workers and to the arguments from which replaced ones
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from async_flowrl.config.schema import Config, ServeConfig
 from async_flowrl.config.scoring_pools import served_terms, server_pool
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.rewards.served import GRACE_SECONDS, Addresses, is_needed, new_token, term_key
+from async_flowrl.rewards.served import GRACE_SECONDS, Addresses, is_needed, term_key
 from separation.group import PoolSpec, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, Signal, deadline, supervised, together
 
@@ -75,7 +76,7 @@ def server_pools(config: Config) -> list[PoolSpec]:
             serve.replicas,
             arguments={
                 "serve": serve,
-                "token": new_token(),
+                "token": secrets.token_urlsafe(32),  # of the operating system, without influence on the results
                 "reachable": "127.0.0.1" if own_machine else None,
                 "log": logs,
             },

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import cut_unfinished_line, read_events
+from async_flowrl.observability.events import cut_unfinished_line, forget_steps, read_events
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.types import Failure, Scores
 
@@ -61,11 +61,7 @@ def forget_scores(path: Path, *, step: int) -> None:
     """Removes the groups of `step` and later from the file, after a resume=force that may change images or rewards."""
     cut_unfinished_line(path)
     if path.exists():
-        kept = [line for line in read_events(path) if line["step"] < step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in kept), encoding="utf-8")
-        _sync(temporary)
-        temporary.replace(path)
+        forget_steps(path, step)
 
 
 def _key(group: list[Ticket]) -> Key:

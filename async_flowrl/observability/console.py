@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -27,23 +26,24 @@ DUMB = ("", "dumb", "unknown")
 AVERAGED_STEPS = 20
 
 
-@dataclass
-class Progress:
-    total: int
-    clock: Callable[[], float] = time.monotonic
-    done: int = 0
-    line: Mapping[str, Any] = field(default_factory=dict)
+class Display(View):
+    """A console view, which shows nothing. The run calls `phase` and `begin` itself, and the rest through a Monitor."""
 
-    def __post_init__(self) -> None:
-        self._ends: deque[float] = deque([self.clock()], maxlen=AVERAGED_STEPS + 1)
+    def __init__(self, total: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.done, self._clock = total, 0, clock
+        self._line: Mapping[str, Any] = {}
+        self._ends: deque[float] = deque([clock()], maxlen=AVERAGED_STEPS + 1)
+
+    def phase(self, what: str) -> None:
+        """Shows what the run is doing before the first step, e.g. "loading the models"."""
 
     def begin(self) -> None:
-        if not self.line:
-            self._ends[0] = self.clock()
+        if not self._line:
+            self._ends[0] = self._clock()
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.done, self.line = step + 1, metrics
-        self._ends.append(self.clock())
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.done, self._line = step + 1, metrics
+        self._ends.append(self._clock())
 
     @property
     def step_seconds(self) -> float:
@@ -55,30 +55,14 @@ class Progress:
 
     @property
     def numbers(self) -> str:
-        reward, staleness = number(self.line.get("reward/mean")), number(self.line.get("staleness/mean"), ".2g")
+        reward, staleness = number(self._line.get("reward/mean")), number(self._line.get("staleness/mean"), ".2g")
         return f"reward {reward} | staleness {staleness} | {self.step_seconds:.2f} s/step"
 
 
-class Display(View):
-    """A console view, which shows nothing. The run calls `phase` and `begin` itself, and the rest through a Monitor."""
-
-    def phase(self, what: str) -> None:
-        """Shows what the run is doing before the first step, e.g. "loading the models"."""
-
-    def begin(self) -> None: ...
-
-
 class Lines(Display):
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-
-    def begin(self) -> None:
-        self._progress.begin()
-
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._progress.step(step, metrics)
-        progress = self._progress
-        say(f"step {progress.done}/{progress.total} | {progress.numbers} | {progress.left}\n")
+        super().log(step, metrics)
+        say(f"step {self.done}/{self.total} | {self.numbers} | {self.left}\n")
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         say(evaluation_line(version, metrics) + "\n")
@@ -90,10 +74,10 @@ class Bar(Display):
     The cursor stays visible, so that the terminal remains usable after the process is killed.
     """
 
-    def __init__(self, progress: Progress, console: Console | None = None) -> None:
-        self._progress = progress
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic, console: Console | None = None) -> None:
+        super().__init__(total, clock)
         self._rows = Rows(console or Console())
-        self._task = self._rows.add_task("", total=progress.total, left="starting")
+        self._task = self._rows.add_task("", total=total, left="starting")
         self._warnings = Warnings(self._rows)
         self._redirected = [
             handler
@@ -110,14 +94,13 @@ class Bar(Display):
         self._rows.update(self._task, left=what)
 
     def begin(self) -> None:
-        self._progress.begin()
+        super().begin()
         self.phase("the first step is under way")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        progress = self._progress
-        progress.step(step, metrics)
-        self._rows.numbers = progress.numbers
-        self._rows.update(self._task, completed=progress.done, left=progress.left)
+        super().log(step, metrics)
+        self._rows.numbers = self.numbers
+        self._rows.update(self._task, completed=self.done, left=self.left)
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
         self._rows.console.print(evaluation_line(version, metrics), highlight=False, markup=False)
@@ -164,11 +147,8 @@ def console_of(setting: str) -> str:
 
 
 def open_display(config: Config) -> Display:
-    kind = console_of(config.console)
-    if kind == "quiet":
-        return Display()
-    progress = Progress(config.total_steps)
-    return Lines(progress) if kind == "lines" else Bar(progress)
+    kinds: dict[str, type[Display]] = {"quiet": Display, "lines": Lines, "bar": Bar}
+    return kinds[console_of(config.console)](config.total_steps)
 
 
 def number(value: Any, form: str = ".4f") -> str:

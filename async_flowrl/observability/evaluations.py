@@ -60,9 +60,6 @@ class Evaluation:
     # Held-out term → name of a numeric extra → its mean over all images.
     extras: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> "Evaluation":
         curves = {}
@@ -153,7 +150,7 @@ class EvaluationLog:
     def _keep(self, keeps: Callable[[Evaluation], bool], *more: Evaluation) -> None:
         with self._lock:
             self._records = [e for e in self._records if keeps(e)] + list(more)
-            lines = [json.dumps(e.to_json(), allow_nan=False) + "\n" for e in self._records]
+            lines = [json.dumps(asdict(e), allow_nan=False) + "\n" for e in self._records]
             replace_file(self.path, "".join(lines))
 
 

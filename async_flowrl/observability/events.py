@@ -98,6 +98,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
     temporary.replace(path)
 
 
+def forget_steps(path: Path, step: int) -> None:
+    """Removes the lines of `step` and later from a file of lines, each of which has a `step`."""
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in read_events(path) if line["step"] < step))
+
+
 def read_events(path: Path, *, skipped: Sequence[str] = ()) -> Iterator[Event]:
     """The JSON objects of a file of lines, oldest first; an unfinished last line is left out.
 

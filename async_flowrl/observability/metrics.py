@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import cut_unfinished_line, read_events, replace_file
+from async_flowrl.observability.events import cut_unfinished_line, forget_steps, read_events, replace_file
 
 Metrics = dict[str, Any]
 
@@ -31,8 +31,7 @@ class MetricsLog:
 
     def truncate(self, step: int) -> None:
         with self._lock:
-            kept = [json.dumps(line) + "\n" for line in self.read() if line["step"] < step]
-            replace_file(self.path, "".join(kept))
+            forget_steps(self.path, step)
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
         """Adds keys to the existing line of `step`, e.g. the means of an evaluation that finished after its step."""

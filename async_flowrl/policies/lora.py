@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.error_text import did_you_mean
+from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
@@ -143,13 +144,16 @@ def reference_mode(transformer: nn.Module) -> Iterator[None]:
 
 
 def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
-    """Copies the LoRA of `lora.path` into the attached one. Raises ValueError if rank, alpha or layers differ."""
+    """Copies the LoRA of `lora.path` into the attached one. Raises ValueError for another rank, other layers or NaN."""
     # Layers that cannot change the output (`policy.lora_exclude`) are ignored.
-    source = lora_file.read_for(config)
-    excluded = re.compile(policy.lora_exclude or "")
-    tensors = {n: t for n, t in source.tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}
+    where, source = f"lora.path {config.path}", lora_file.read(expanded(str(config.path)), "lora.path")
+    if source.rank != config.rank:
+        raise ValueError(f"{where} has rank {source.rank}, lora.rank={config.rank}: make them equal")
+    lora_file.check_finite(source.tensors, where)
+    tensors, excluded = source.with_alpha(config.alpha).tensors, re.compile(policy.lora_exclude or "")
+    tensors = {n: t for n, t in tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}
     parameters = lora_parameters(transformer)
-    check_fits(f"lora.path {config.path} does not fit lora.targets: it", tensors, parameters, all_of=True)
+    check_fits(f"{where} does not fit lora.targets: it", tensors, parameters, all_of=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])

@@ -17,7 +17,6 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from async_flowrl.config.paths import expanded
-from async_flowrl.config.schema import LoraConfig
 from async_flowrl.observability.events import replace_file
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -205,17 +204,6 @@ def read(path: Path, what: str = "LoRA") -> LoraFile:
     tensors = _load(file, prefixes)
     rank = rank_of(tensors, where)
     return LoraFile(tensors, rank, float(config.get("lora_alpha", rank)))
-
-
-def read_for(config: LoraConfig) -> LoraFile:
-    """Returns the LoRA of `lora.path` with the run's alpha. Raises ValueError for another rank, or for NaN."""
-    if config.path is None:
-        raise ValueError("lora.path is not set")
-    source = read(expanded(config.path), "lora.path")
-    if source.rank != config.rank:
-        raise ValueError(f"lora.path {config.path} has rank {source.rank}, lora.rank={config.rank}: make them equal")
-    check_finite(source.tensors, f"lora.path {config.path}")
-    return source.with_alpha(config.alpha)
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.config.error_text import first_line, unknown_name
+from async_flowrl.config.error_text import first_line
 from async_flowrl.config.models import PIPELINES
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora_file import COMFYUI_PREFIX, PREFIX, LoraFile, modules_of
@@ -46,8 +46,6 @@ def write(path: Path, source: LoraFile, *, family: str, form: str, base: str | N
 
 def converter(form: str, family: str) -> Convert:
     """Returns the function that converts a LoRA of `family` to `form`. Raises ValueError if there is none."""
-    if form not in FORMS:
-        raise ValueError(unknown_name("--format", form, FORMS))
     if family not in FORMS[form]:
         families = ", ".join(sorted(FORMS[form]))
         raise ValueError(f"--format {form} is there for {families}, as diffusers can read those back; got {family}")

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from async_flowrl.config.curves import REWARD
-from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Evaluation, between, first_with_setting
+from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, TRAINED, Evaluation, between, since_first
 from async_flowrl.observability.hacking import alarms, notices
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.result import (
@@ -109,19 +109,17 @@ def evaluations_of(history: Sequence[Evaluation], on_hacking: str) -> dict[str, 
 
 
 def _row(evaluation: Evaluation, history: Sequence[Evaluation], names: Sequence[str]) -> dict[str, Any]:
-    first = None if evaluation.baseline else first_with_setting(history, evaluation)
     return {
         "version": evaluation.version,
         "baseline": evaluation.baseline,
         "steps": evaluation.steps,
         "guidance": evaluation.guidance,
-        "cells": {name: _cell(name, evaluation, first) for name in names if name in evaluation.curves},
+        "cells": {name: _cell(name, evaluation, history) for name in names if name in evaluation.curves},
     }
 
 
-def _cell(name: str, evaluation: Evaluation, first: Evaluation | None) -> dict[str, Any]:
-    estimate = evaluation.curves[name].estimate
-    moved = None if first is None else between(name, evaluation, first)
+def _cell(name: str, evaluation: Evaluation, history: Sequence[Evaluation]) -> dict[str, Any]:
+    estimate, moved = evaluation.curves[name].estimate, since_first(name, evaluation, history)
     return {
         "mean": estimate.mean,
         "half": None if estimate.high is None else estimate.high - estimate.mean,

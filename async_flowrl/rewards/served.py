@@ -7,7 +7,6 @@ with its own port, token and GPUs.
 import logging
 import os
 import re
-import secrets
 import shlex
 import socket
 import sys
@@ -208,11 +207,6 @@ class ServerWorker:
         path.touch(mode=0o600)
         path.write_text(self._token, encoding="utf-8")
         return str(path)
-
-
-def new_token() -> str:
-    """Returns a random token from the operating system; it does not influence the run's results."""
-    return secrets.token_urlsafe(32)
 
 
 def free_port(host: str, before: int) -> int:

@@ -172,8 +172,7 @@ class ReplyCache:
         path, start = self._places[key]
         with path.open("rb") as file:
             file.seek(start)
-            kept: dict[str, Any] = json.loads(file.readline())["answer"]
-        return Answer(kept["text"], kept["cut"], tuple((token, logprob) for token, logprob in kept["first"]))
+            return Answer(**json.loads(file.readline())["answer"])
 
     def put(self, key: bytes, answer: Answer) -> None:
         """Appends an answer to this process's file; `sync` makes it durable. Raises OSError if it cannot be written."""

@@ -9,12 +9,7 @@ import pytest
 from rich.console import Console
 
 from async_flowrl.config import exit_codes
-from async_flowrl.observability.console import (
-    Bar,
-    Lines,
-    Progress,
-    console_of,
-)
+from async_flowrl.observability.console import Bar, Display, Lines, console_of
 from async_flowrl.observability.evaluations import Curve, Evaluation
 from async_flowrl.observability.result import result_sentences
 from async_flowrl.observability.terminal import run_program
@@ -43,7 +38,7 @@ class Tty(io.StringIO):
 
 def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    lines = Lines(Progress(100, clock))
+    lines = Lines(100, clock)
     for step in range(100):
         clock.now += 0.5
         lines.log(step, METRICS)
@@ -75,7 +70,7 @@ def test_the_console_suits_the_terminal(
 
 def test_the_bar_shows_progress_reward_staleness_and_the_last_warning() -> None:
     file, clock = io.StringIO(), Clock()
-    bar = Bar(Progress(100, clock), Console(file=file, force_terminal=True, width=200))
+    bar = Bar(100, clock, Console(file=file, force_terminal=True, width=200))
     bar.begin()
     clock.now += 0.5
     bar.log(49, METRICS)
@@ -94,10 +89,10 @@ def test_the_bar_shows_progress_reward_staleness_and_the_last_warning() -> None:
 
 
 def test_steps_that_are_made_again_are_counted_once() -> None:
-    progress = Progress(100)
+    display = Display(100)
     for step in (*range(10), 6):
-        progress.step(step, METRICS)
-    assert progress.done == 7
+        display.log(step, METRICS)
+    assert display.done == 7
 
 
 def evaluation(version: int, scores: list[float], kind: str = "trained", name: str = "reward") -> Evaluation:

@@ -1,6 +1,7 @@
 """Run directories with files as a run writes them, for tests of the report's document."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def make_run(root: Path, steps: int = 6, *, workers: int = 1, evaluations: int =
         events.append({"time": t + 2, "event": "step", "step": s, "started": t, "ended": t + 2})
     lines(root / "events.jsonl", events)
     found = [evaluation(round(i * steps / max(1, evaluations - 1)), 0.2 * i) for i in range(evaluations)]
-    lines(root / "evaluations.jsonl", [each.to_json() for each in found])
+    lines(root / "evaluations.jsonl", [asdict(each) for each in found])
     for each in found:
         images = {place: np.full((2, 16, 16, 3), 20 * place, dtype=np.uint8) for place in range(3)}
         details = [{"prompt": text, "extras": {"ocr": {"read": ("A", "B")}}} for text in WORDS]
