@@ -30,8 +30,10 @@ def publish(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
         read_results(evaluation)
     _check_out(out, source)
     if source.whole is not None:
-        written, files = _write_whole(options, source, out)
-        refused: list[str] = []
+        if options.form:
+            raise ValueError(f"--format {options.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
+        written, refused = [write_whole(source, out, options.merged or "pipeline")], list[str]()
+        files = {written[0].name: "the trained weights"}
     else:
         forms, refused = _offered(options.form or (), source)
         written, files = _write_lora(options, source, out, forms)
@@ -80,13 +82,6 @@ def _write_lora(
         written.append(lora_formats.write(path, source.lora, family=str(family), form=form, base=base))
         files[path.name] = {"comfyui": "ComfyUI", "kohya": "programs that read kohya's names"}[form]
     return written, files
-
-
-def _write_whole(options: argparse.Namespace, source: Source, out: Path) -> tuple[list[Path], dict[str, str]]:
-    if options.form:
-        raise ValueError(f"--format {options.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
-    written = write_whole(source, out, options.merged or "pipeline")
-    return [written], {written.name: "the trained weights"}
 
 
 MERGED, TRANSFORMER = "merged", "transformer"  # Folder that is written, and the folder of the transformer inside it.

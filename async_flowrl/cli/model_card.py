@@ -14,6 +14,7 @@ from async_flowrl.cli.before_after import GRID, HEAD, RESULTS, score_rows
 from async_flowrl.cli.export_source import PEFT, Source
 from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, usual
 from async_flowrl.config.compose import record_of, typed_command
+from async_flowrl.config.paths import sha256_of
 from async_flowrl.config.resolution import configured, in_pixels
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.observability.evaluations import (
@@ -60,7 +61,9 @@ def write_card(
         title = f"{Path(source.config.model.path).name} trained on {', '.join(source.config.reward.terms)}"
     parts = [f"# {title}", _origin(source, base)]
     parts += [*_training(source), *_results(out, source, evaluation), _usage(source, base), _files(out, files)]
-    parts += [*_reproduction(source), _licence(licence, base)]
+    chosen = licence or "Not chosen yet: replace `license: unknown` above"
+    ending = f"## Licence\n\n{chosen}. The licence of {base or 'the base model'} applies as well."
+    parts += [*_reproduction(source), ending]
     text = str(ModelCard(f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
     path = out / README
     if path.exists() and not _ours(path):
@@ -227,7 +230,7 @@ from diffusers import AutoModel, DiffusionPipeline
 
 def _files(out: Path, files: Mapping[str, str]) -> str:
     kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **files}
-    rows = [(f"`{name}`", what, f"`{digest(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
+    rows = [(f"`{name}`", what, f"`{sha256_of(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
     rows += [(f"`{name}/`", what, "") for name, what in kinds.items() if (out / name).is_dir()]
     return "## Files\n\n" + markdown_table(("file", "for", "SHA-256"), rows)
 
@@ -242,16 +245,6 @@ def _reproduction(source: Source) -> list[str]:
     if digest := summary.get("weights_digest"):
         lines += ["", f"The run ended with the weights digest `{digest}`, which the same seed and settings give again."]
     return ["\n".join(lines)]
-
-
-def _licence(licence: str | None, base: str | None) -> str:
-    chosen = licence or "Not chosen yet: replace `license: unknown` above"
-    return f"## Licence\n\n{chosen}. The licence of {base or 'the base model'} applies as well."
-
-
-def digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write_curve(path: Path, metrics: Sequence[Metrics], evaluations: Sequence[Evaluation]) -> bool:

@@ -1,5 +1,6 @@
 """Paths of files shipped with the package: `configs/` of a checkout, or its copy inside an installed wheel."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def config_dir() -> Path:
 def expanded(path: str) -> Path:
     """Returns the path with the home folder in place of `~`; unlike Path's own, it leaves a `~x` that is no user's."""
     return Path(os.path.expanduser(path))
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def find_data(path: str, base: Path | None = None, *, key: str = "", folder: bool = False) -> Path:

@@ -8,12 +8,12 @@ score).
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.observability.events import cut_unfinished_line, forget_steps, read_events
 from async_flowrl.tickets.table import Ticket
+from async_flowrl.training.checkpoint import sync
 from async_flowrl.types import Failure, Scores
 
 # Step, group, and digest of the weights. Equal keys mean equal images, except for roundings that a resume warns of.
@@ -54,7 +54,7 @@ class ScoreLog:
             line["failed"] = {term: failure.reason for term, failure in scores.failed.items()}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-        await asyncio.to_thread(_sync, self.path)
+        await asyncio.to_thread(sync, self.path)
 
 
 def forget_scores(path: Path, *, step: int) -> None:
@@ -78,8 +78,3 @@ def _scores(line: dict[str, Any]) -> Scores | None:
 
 def _tuples(lists: dict[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(values) for name, values in lists.items()}
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file)

@@ -73,13 +73,12 @@ class HTTP:
         kind = PNG if self.encoding == MULTIPART else self.encoding
         files = [contract.encode_image(image, kind) for image in images]
         parts = [files] if self.batch == GROUP else [[file] for file in files]
-        requests = [self._request(part, prompt, kind) for part in parts]
-        return self._scores(requests, [len(part) for part in parts], first=prompt.index)
-
-    def _request(self, files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
         if self.encoding == MULTIPART:
-            return multipart(files, prompt, kind)
-        return contract.request_body(files, [contract.prompt_fields(prompt)]), "application/json"
+            requests = [multipart(part, prompt, kind) for part in parts]
+        else:
+            fields = [contract.prompt_fields(prompt)]
+            requests = [(contract.request_body(part, fields), "application/json") for part in parts]
+        return self._scores(requests, [len(part) for part in parts], first=prompt.index)
 
     async def _scores(self, requests: Sequence[tuple[bytes, str]], counts: Sequence[int], *, first: int) -> list[Any]:
         """Returns one result per image, in order. The first failure is raised after all requests have ended."""

@@ -100,15 +100,11 @@ class OCR:
             from rapidocr import RapidOCR
 
             self._engine = RapidOCR(params=self._parameters)
-        result = self._engine(np.ascontiguousarray(self._larger(image)[:, :, ::-1]))  # RapidOCR expects OpenCV's BGR
+        if self._enlarge > 1:
+            size = image.shape[1] * self._enlarge, image.shape[0] * self._enlarge
+            image = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
+        result = self._engine(np.ascontiguousarray(image[:, :, ::-1]))  # RapidOCR expects OpenCV's BGR
         return "".join(result.txts or ())
-
-    def _larger(self, image: ByteArray) -> ByteArray:
-        if self._enlarge == 1:
-            return image
-        height, width = image.shape[:2]
-        size = width * self._enlarge, height * self._enlarge
-        return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         self.check(prompt)

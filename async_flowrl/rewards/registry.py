@@ -6,9 +6,7 @@ Reward workers call `build_reward`; start-up checks and plans call the functions
 import functools
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -41,6 +39,8 @@ REWARDS = {
 DETERMINISTIC, POINTWISE = "deterministic", "pointwise"
 # Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py).
 FLAGS = {DETERMINISTIC: True, POINTWISE: False}
+# Keys of the two sections of terms.
+TRAINED, HELD_OUT = "reward.terms", "evaluate.reward.terms"
 # Names that metrics.jsonl uses itself; also those that begin with `diversity_`.
 RESERVED = ("reward", "diversity", "held_out")
 
@@ -49,21 +49,23 @@ def build_reward(config: RewardConfig, held_out: Mapping[str, RewardTerm] = Mapp
     """Builds the weighted sum of all terms of `config`, and the `held_out` terms beside it. Raises ValueError."""
     if config.terms or not held_out:
         check_rewards(config)
-    terms = (_build(key, term) for key, term in config.terms.items())
-    return CompositeReward((*terms, *_held_out(held_out)), config)
+    terms = [_build(key, term) for key, term in config.terms.items()]
+    beside = [replace(_build(key, term, HELD_OUT), held_out=True) for key, term in held_out.items()]
+    return CompositeReward((*terms, *beside), config)
 
 
-def check_rewards(config: RewardConfig) -> bool:
+def check_rewards(config: RewardConfig, section: str = TRAINED) -> bool:
     """Checks names, options, signatures and servers of all terms; returns True if one needs a target in every prompt.
 
-    Nothing is built. Raises ValueError, one sentence, for the first fault, also if there is no term.
+    Nothing is built. Raises ValueError, one sentence, for the first fault, also if there is no term. `section` is the
+    terms' key in messages.
     """
     if not config.terms:
         names = ", ".join(sorted(REWARDS))
         raise ValueError(f"reward.terms must name at least one reward, for example reward=ocr; built in are {names}")
-    resolved = [resolve_term(key, term) for key, term in config.terms.items()]
+    resolved = [resolve_term(key, term, section) for key, term in config.terms.items()]
     for (key, term), attribute in zip(config.terms.items(), resolved, strict=True):
-        check_serve(f"reward.terms.{key}", term, attribute)
+        check_serve(f"{section}.{key}", term, attribute)
     return any(bool(getattr(attribute, "needs_target", False)) for attribute in resolved)
 
 
@@ -102,25 +104,25 @@ def memory_gib(key: str, term: RewardTerm) -> float | None:
     return gib
 
 
-def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
+def check_prompts(config: RewardConfig, prompts: Iterable[Prompt], section: str = TRAINED) -> None:
     """Raises ValueError for the first prompt that a term cannot score. Only terms that have a `check` are built."""
-    if (check := prompt_check(config)) is not None:
+    if (check := prompt_check(config, section)) is not None:
         for prompt in prompts:
             check(prompt)
 
 
-def prompt_check(config: RewardConfig) -> Callable[[Prompt], None] | None:
+def prompt_check(config: RewardConfig, section: str = TRAINED) -> Callable[[Prompt], None] | None:
     """Returns a function that raises ValueError for prompts that a term cannot score; None without any `check`."""
-    checking = {key: term for key, term in config.terms.items() if hasattr(resolve_term(key, term), "check")}
+    checking = {key: term for key, term in config.terms.items() if hasattr(resolve_term(key, term, section), "check")}
     if not checking:
         return None
-    reward = CompositeReward(tuple(_build(key, term) for key, term in checking.items()), config)
+    reward = CompositeReward(tuple(_build(key, term, section) for key, term in checking.items()), config)
     return lambda prompt: reward.check((prompt,))
 
 
-def _build(key: str, term: RewardTerm) -> Term:
+def _build(key: str, term: RewardTerm, section: str = TRAINED) -> Term:
     """Builds a term: a class gets its options now, a function with every call; other objects are used as they are."""
-    where, attribute = f"reward.terms.{key}", resolve_term(key, term)
+    where, attribute = f"{section}.{key}", resolve_term(key, term, section)
     if inspect.isclass(attribute):
         try:
             built = attribute(**term.options)
@@ -146,12 +148,12 @@ def _default_name(key: str, term: RewardTerm) -> str:
     return key if key in REWARDS and hasattr(import_named(key, REWARDS[key]), "connect") else HTTP_NAME
 
 
-def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
+def resolve_term(key: str, term: RewardTerm, section: str = TRAINED) -> Callable[..., Any]:
     """Returns the class, function or object that a term names, after checking its options and its call signature.
 
     Raises ValueError if the name is unknown or cannot be imported, or if options or signature do not fit.
     """
-    where, name = f"reward.terms.{key}", term.name or _default_name(key, term)
+    where, name = f"{section}.{key}", term.name or _default_name(key, term)
     if ":" not in name and name not in REWARDS:
         raise ValueError(f"{unknown_name(where, name, REWARDS)} ({OWN_CODE})")
     attribute = import_named(where, REWARDS.get(name, name))
@@ -180,16 +182,6 @@ def resolve_term(key: str, term: RewardTerm) -> Callable[..., Any]:
     return cast("Callable[..., Any]", attribute)
 
 
-@contextmanager
-def _renaming() -> Iterator[None]:
-    """Makes errors of the registry, which writes `reward.terms`, name `evaluate.reward.terms`."""
-    try:
-        yield
-    except ValueError as error:
-        sentence = re.sub(r"(?<!evaluate\.)\breward\.terms\b", "evaluate.reward.terms", str(error))
-        raise ValueError(sentence) from error
-
-
 def check_held_out(config: Config) -> bool:
     """Checks names, options and signatures of all held-out terms; returns True if one needs a target in every prompt.
 
@@ -197,7 +189,7 @@ def check_held_out(config: Config) -> bool:
     """
     terms = config.evaluate.reward.terms
     for name in terms:
-        where = f"evaluate.reward.terms.{name}"
+        where = f"{HELD_OUT}.{name}"
         if name in RESERVED or name.startswith("diversity_"):
             raise ValueError(f"{where}: metrics.jsonl uses the name {name!r} for something else; choose another key")
         if name in config.reward.terms:
@@ -205,16 +197,8 @@ def check_held_out(config: Config) -> bool:
             raise ValueError(
                 f"{where}: reward.terms has {name!r} too, and no term is both trained and held out; {another}"
             )
-    with _renaming():
-        return bool(terms) and check_rewards(RewardConfig(terms=terms))
+    return bool(terms) and check_rewards(RewardConfig(terms=terms), HELD_OUT)
 
 
-@_renaming()
 def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
-    check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts)
-
-
-@_renaming()
-def _held_out(terms: Mapping[str, RewardTerm]) -> tuple[Term, ...]:
-    built = (_build(key, term) for key, term in terms.items())
-    return tuple(replace(term, held_out=True) for term in built)
+    check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts, HELD_OUT)

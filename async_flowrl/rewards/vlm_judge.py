@@ -148,23 +148,21 @@ class ReplyCache:
     def refresh(self) -> None:
         """Indexes lines that other processes have added. Raises ValueError, which names the file, for a damaged one."""
         for path in sorted(self.folder.glob("*.jsonl")):
-            if path != self._own:
-                self._index(path)
-
-    def _index(self, path: Path) -> None:
-        start = self._read.get(path, 0)
-        with path.open("rb") as file:
-            file.seek(start)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    key = bytes.fromhex(json.loads(line)["key"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}: byte {start} begins no kept reply; delete the file") from error
-                self._places.setdefault(key, (path, start))
-                start += len(line)
-        self._read[path] = start
+            if path == self._own:
+                continue
+            start = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(start)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    try:
+                        key = bytes.fromhex(json.loads(line)["key"])
+                    except (ValueError, KeyError, TypeError) as error:
+                        raise ValueError(f"{path}: byte {start} begins no kept reply; delete the file") from error
+                    self._places.setdefault(key, (path, start))
+                    start += len(line)
+            self._read[path] = start
 
     def get(self, key: bytes) -> Answer | None:
         if key not in self._places:

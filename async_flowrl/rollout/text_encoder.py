@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load, save
 from torch import Tensor, nn
 
+from async_flowrl.config.paths import sha256_of
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import source_digest
 from async_flowrl.policies.one_base import OneBase
@@ -197,7 +198,7 @@ def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, 
             "max_sequence_length": model.max_sequence_length,
             "device": [device.type, where, None if cuda else torch.get_num_threads(), deterministic],
             "packages": packages,
-            "files": {str(file.relative_to(folder)): _file_digest(file) for file in _files(folder)},
+            "files": {str(file.relative_to(folder)): sha256_of(file) for file in _files(folder)},
         }
     )
 
@@ -207,11 +208,6 @@ def _files(folder: Path) -> Iterator[Path]:
     for part in sorted(folder.iterdir()):
         if part.is_dir() and part.name.startswith(ENCODER_FOLDERS):
             yield from sorted(file for file in part.rglob("*") if file.is_file())
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _made_of(body: bytes) -> str:

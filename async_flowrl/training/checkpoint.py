@@ -35,6 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
+from async_flowrl.config.paths import sha256_of
 from async_flowrl.policies.stored import Weights
 
 RANKS = "ranks"  # Key of trainer.json, only where each of so many ranks has a share of the weights.
@@ -285,9 +286,7 @@ def manifest_digest(files: Mapping[str, Any]) -> str:
 
 
 def _describe(file: Path) -> Description:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": digest}
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 def _json(value: Mapping[str, Any]) -> str:
