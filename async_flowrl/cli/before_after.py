@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from async_flowrl.cli.evaluation_job import TOTAL, TRAINED, Job, servers_of
-from async_flowrl.cli.generate import from_config, open_pipeline, run_pipeline
+from async_flowrl.cli.generate import open_pipeline, run_pipeline, sampling_of
 from async_flowrl.config.resolution import Resolution, height_width, in_words, pixels
 from async_flowrl.config.schema import Config, RewardConfig
 from async_flowrl.controller.reward_servers import RewardServers
@@ -61,9 +61,8 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
     Raises ServerLost if the server of a reward fails.
     """
     check_sizes(job)
-    settings = from_config(job.config)
     reward = build_reward(job.reward)
-    pipeline = open_pipeline(settings, device)
+    pipeline = open_pipeline(job.config.model, sampling_of(job.config), device)
     return asyncio.run(_both(pipeline, job, reward, device))
 
 
@@ -124,7 +123,7 @@ async def _scored(
     policy = family_of(pipeline, config.model.family).around(
         pipeline, pipeline.transformer.dtype, max_sequence_length=config.model.max_sequence_length
     )
-    policy.check(from_config(config).sampling)
+    policy.check(sampling_of(config))
     results: dict[str, ByPrompt] = {}
     shown: Images = {}
     with ThreadPoolExecutor(config.reward.threads) as executor:
@@ -169,14 +168,14 @@ async def scored(
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:
-    settings = from_config(job.config)
     size = job.resolution(place)
-    settings = replace(settings, sampling=replace(settings.sampling, resolution=size))
+    how = replace(sampling_of(job.config), resolution=size)
     if prompt.negative is not None:
-        settings = replace(settings, sampling=replace(settings.sampling, negative_prompt=prompt.negative))
+        how = replace(how, negative_prompt=prompt.negative)
     latents = noise(job.config, policy, size, place, seed).to(pipeline.device, pipeline.transformer.dtype)
     text, options = _conditioning(policy, prompt)
-    return run_pipeline(pipeline, settings, text, num_images_per_prompt=len(latents), latents=latents, **options)
+    options |= {"num_images_per_prompt": len(latents), "latents": latents}
+    return run_pipeline(pipeline, job.config.model, how, text, **options)
 
 
 def noise(config: Config, policy: Policy, size: Resolution, place: int, seed: int) -> Tensor:
@@ -206,7 +205,7 @@ _MAX_SCORES = 4  # Largest number of score lines below an image.
 
 
 def table(comparison: Comparison) -> str:
-    job, how = comparison.job, from_config(comparison.job.config).sampling
+    job, how = comparison.job, sampling_of(comparison.job.config)
     title = (
         f"{len(job.prompts)} prompts ({job.chosen}) × {job.images_per_prompt} images, {how.num_inference_steps} steps "
         f"at {', '.join(map(in_words, sizes_of(comparison)))} px, guidance {how.guidance_scale or how.true_cfg_scale:g}"
@@ -233,7 +232,7 @@ def sizes_of(comparison: Comparison) -> list[Resolution]:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    job, how = comparison.job, from_config(comparison.job.config).sampling
+    job, how = comparison.job, sampling_of(comparison.job.config)
     sizes = sizes_of(comparison)
     return {
         "base": job.config.model.path,

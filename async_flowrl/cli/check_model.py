@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
-from async_flowrl.cli.generate import Settings, open_pipeline, run_pipeline
+from async_flowrl.cli.generate import open_pipeline, run_pipeline
 from async_flowrl.config import exit_codes
 from async_flowrl.config.error_text import in_one_line
 from async_flowrl.config.own_code import absolute
@@ -98,17 +98,14 @@ class Job:
     model: ResolvedModel
     policy: Policy
     pipeline: Any
-    settings: Settings
+    config: ModelConfig
+    sampling: Sampling
     prompt: str
     device: torch.device
 
     @property
     def relative(self) -> float:
         return RELATIVE[self.model.dtype]
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.settings.sampling
 
     @property
     def pipeline_name(self) -> str:
@@ -135,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        job = job_of(settings_of(options), options.prompt, "cuda" if torch.cuda.is_available() else "cpu")
+        job = job_of(*settings_of(options), options.prompt, "cuda" if torch.cuda.is_available() else "cpu")
     except (ValueError, OSError, ImportError) as error:
         return refuse(error)
     family = job.model.family
@@ -153,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_codes.OK
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
+def settings_of(options: argparse.Namespace) -> tuple[ModelConfig, Sampling]:
     model = ModelConfig(
         path=options.model,
         family=absolute(options.family),
@@ -165,8 +162,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if options.guidance is not None:
         cfg, embedded = (cfg, options.guidance) if embedded > 0 else (options.guidance, embedded)
     resolution = resolution_option(options.resolution or ("32" if options.model == "tiny" else "512"))
-    sampling = Sampling(resolution, options.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
-    return Settings(model, sampling)
+    return model, Sampling(resolution, options.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -175,36 +171,36 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _digits(number: float) -> str:
-    return "" if math.isnan(number) else f"{number:.2g}"
+    return "–" if math.isnan(number) else f"{number:.2g}"
 
 
-def job_of(settings: Settings, prompt: str, device: str) -> Job:
+def job_of(config: ModelConfig, sampling: Sampling, prompt: str, device: str) -> Job:
     """Loads the model. Raises ValueError if the family or the settings cannot be compared."""
-    if settings.sampling.num_inference_steps < LEAST_STEPS:
-        raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {settings.sampling.num_inference_steps}")
-    model = resolve_model(settings.model)
+    if sampling.num_inference_steps < LEAST_STEPS:
+        raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {sampling.num_inference_steps}")
+    model = resolve_model(config)
     family = load_family(model.family)
-    settings = replace(settings, model=replace(settings.model, family=model.family, dtype=model.dtype))
+    config = replace(config, family=model.family, dtype=model.dtype)
     if not in_diffusers(name := pipeline_class(model.path, model.revision)):
         raise ValueError(f"diffusers has no {name}: there is no stock pipeline to compare {model.family} with")
     if not hasattr(family, "around"):
         raise ValueError(f"{model.family} has no around(pipeline, dtype, max_sequence_length), which tools compare")
-    pipeline = open_pipeline(settings, device)
+    pipeline = open_pipeline(config, sampling, device)
     try:
         policy = family.around(pipeline, DTYPES[model.dtype], max_sequence_length=model.max_sequence_length)
-        policy.check(settings.sampling)
-        policy.latent_shape(settings.sampling.resolution)
+        policy.check(sampling)
+        policy.latent_shape(sampling.resolution)
     except ValueError:
         raise
     except Exception as error:  # a family may raise anything for a pipeline of another kind
         raise ValueError(f"{model.family} cannot be put around a {name}: {where_raised(error)}") from error
-    return Job(model, policy, pipeline, settings, prompt, torch.device(device))
+    return Job(model, policy, pipeline, config, sampling, prompt, torch.device(device))
 
 
 def compare(job: Job) -> list[Row]:
     """Makes the rows of all steps, in order; one that raises differs. The pipeline then holds a LoRA."""
     with torch.no_grad():
-        stock = _tried("stock call", lambda: record(job.pipeline, job.settings, job.prompt, job.start()))
+        stock = _tried("stock call", lambda: record(job))
         if isinstance(stock, Row):
             return [replace(stock, text=f"{stock.text}; are guidance_arguments those of {job.pipeline_name}?")]
         branches = _tried(EMBEDDINGS, lambda: _encoded(job))
@@ -252,7 +248,7 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
         with tempfile.TemporaryDirectory() as work:
             lora_file.save(Path(work), tensors, alpha=LORA_CONFIG.alpha)
             apply_lora(job.pipeline, Path(work))
-        theirs = record(job.pipeline, job.settings, job.prompt, job.start()).after[-1]
+        theirs = record(job).after[-1]
         return row_of(LORA, [(adapted, theirs)], relative=relative)
 
     return {
@@ -372,9 +368,9 @@ def row_of(
     return Row(step, first is None, *largest, text)
 
 
-def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> Stock:
-    """Records a call of the pipeline from noise `latents` [n, ...]. ValueError for a scheduler without sigmas."""
-    stock, scheduler = Stock(), pipeline.scheduler
+def record(job: Job) -> Stock:
+    """Records a call of the pipeline from the job's noise. Raises ValueError for a scheduler without sigmas."""
+    stock, pipeline, scheduler = Stock(), job.pipeline, job.pipeline.scheduler
     step = scheduler.step
 
     @functools.wraps(step)
@@ -392,7 +388,8 @@ def record(pipeline: Any, settings: Settings, prompt: str, latents: Tensor) -> S
     scheduler.step = watching
     try:
         with watched(pipeline.transformer) as network:
-            stock.images = run_pipeline(pipeline, settings, prompt, latents=latents, num_images_per_prompt=len(latents))
+            how = {"latents": job.start(), "num_images_per_prompt": IMAGES}
+            stock.images = run_pipeline(pipeline, job.config, job.sampling, job.prompt, **how)
     finally:
         del scheduler.step
     if not stock.sigmas.numel():

@@ -8,7 +8,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,6 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The base model and the settings of the sampler, whose `sde_type` and `noise_level` have no effect here."""
-
-    model: ModelConfig
-    sampling: Sampling
 
 
 def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
@@ -96,41 +88,42 @@ def check_guidance(model: ModelConfig, true_cfg_scale: float | None, guidance_sc
         raise ValueError(no)
 
 
-def from_config(config: Config) -> Settings:
+def sampling_of(config: Config) -> Sampling:
+    """The settings of the sampler, whose `sde_type` and `noise_level` have no effect here."""
     steps = config.evaluate.num_inference_steps or config.rollout.num_inference_steps
-    how = sampling(config, configured(config.rollout)[0])
-    return Settings(config.model, replace(how, num_inference_steps=steps))
+    return replace(sampling(config, configured(config.rollout)[0]), num_inference_steps=steps)
 
 
-def open_pipeline(settings: Settings, device: str) -> Any:
+def open_pipeline(model: ModelConfig, how: Sampling, device: str) -> Any:
     """The stock pipeline of the model on `device`. ValueError for fewer denoising steps than its schedule has."""
-    resolved = resolve_model(settings.model)
+    resolved = resolve_model(model)
     if isinstance(family := load_family(resolved.family), PipelineFamily):
-        family.policy.check_steps(settings.sampling.num_inference_steps)
+        family.policy.check_steps(how.num_inference_steps)
     pipeline = load_pipeline(resolved, dtype=resolved.dtype, device=device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def sample(pipeline: Any, settings: Settings, prompt: str, seeds: Sequence[int]) -> ByteArray:
+def sample(pipeline: Any, model: ModelConfig, how: Sampling, prompt: str, seeds: Sequence[int]) -> ByteArray:
     """Images uint8 [n, H, W, 3] of one prompt, one per seed; the initial noise is drawn on the CPU."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    return run_pipeline(pipeline, settings, prompt, num_images_per_prompt=len(seeds), generator=generators)
+    return run_pipeline(pipeline, model, how, prompt, num_images_per_prompt=len(seeds), generator=generators)
 
 
-def run_pipeline(pipeline: Any, settings: Settings, prompt: str | None, **options: Any) -> ByteArray:
+def run_pipeline(pipeline: Any, model: ModelConfig, how: Sampling, prompt: str | None, **options: Any) -> ByteArray:
     """Returns images uint8 [n, H, W, 3] of the stock pipeline. Raises ValueError for values that are not finite."""
     try:
         with np.errstate(invalid="raise"):
-            images = pipeline(prompt, **(arguments_of(pipeline, settings) | options)).images
+            images = pipeline(prompt, **(arguments_of(pipeline, model, how) | options)).images
     except FloatingPointError as error:
         raise ValueError(f"the images of {prompt!r:.80} have values that are not finite: {error}") from error
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
-def arguments_of(pipeline: Any, settings: Settings, family: PolicyFamily | None = None) -> dict[str, Any]:
-    """Returns the arguments with which a stock pipeline, or its class with a `family`, makes images of `settings`."""
-    model, how = settings.model, settings.sampling
+def arguments_of(
+    pipeline: Any, model: ModelConfig, how: Sampling, family: PolicyFamily | None = None
+) -> dict[str, Any]:
+    """Returns the arguments with which a stock pipeline, or its class with a `family`, samples as `how` says."""
     height, width = height_width(how.resolution)
     arguments = {"height": height, "width": width, "num_inference_steps": how.num_inference_steps}
     arguments |= (family or family_of(pipeline, model.family)).guidance_arguments(how)
@@ -147,17 +140,17 @@ def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
 
 
 def generate(
-    settings: Settings, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
+    model: ModelConfig, how: Sampling, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
 ) -> Image.Image:
     """Samples all prompts with and without the LoRA. ValueError for a size that the model cannot make."""
-    shapes_of(resolve_model(settings.model), settings.sampling.resolution)
-    pipeline = open_pipeline(settings, "cuda" if torch.cuda.is_available() else "cpu")
+    shapes_of(resolve_model(model), how.resolution)
+    pipeline = open_pipeline(model, how, "cuda" if torch.cuda.is_available() else "cpu")
     seeds = range(seed, seed + images)
-    columns = [("before" if trained else "", [sample(pipeline, settings, prompt, seeds) for prompt in prompts])]
+    columns = [("before" if trained else "", [sample(pipeline, model, how, prompt, seeds) for prompt in prompts])]
     if trained is not None:
         trained_file.apply(pipeline, trained)
-        columns.append(("after", [sample(pipeline, settings, prompt, seeds) for prompt in prompts]))
-    logger.info("the same images in diffusers: %s", in_diffusers(arguments_of(pipeline, settings), seed))
+        columns.append(("after", [sample(pipeline, model, how, prompt, seeds) for prompt in prompts]))
+    logger.info("the same images in diffusers: %s", in_diffusers(arguments_of(pipeline, model, how), seed))
     return grid(prompts, columns, max_side=sys.maxsize)
 
 
@@ -188,15 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if trained is not None and options.transformer is not None and not trained_file.is_whole(trained):
             raise ValueError(f"--transformer {trained} is no folder with {trained_file.CONFIG} and weights")
-        settings = from_config(config_of(trained, options.model))
-        check_guidance(settings.model, options.true_cfg_scale, options.guidance_scale)
+        config = config_of(trained, options.model)
+        check_guidance(config.model, options.true_cfg_scale, options.guidance_scale)
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
         if options.resolution is not None:
             changes["resolution"] = resolution_option(options.resolution)
-        model = replace(settings.model, dtype=options.dtype or settings.model.dtype)
-        settings = Settings(model, replace(settings.sampling, **changes))
-        sheet = generate(settings, trained, options.prompt, seed=options.seed, images=options.images)
+        model = replace(config.model, dtype=options.dtype or config.model.dtype)
+        how = replace(sampling_of(config), **changes)
+        sheet = generate(model, how, trained, options.prompt, seed=options.seed, images=options.images)
     except ValueError as error:
         return refuse(error)
     out = options.out.expanduser()

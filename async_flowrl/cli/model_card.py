@@ -12,7 +12,7 @@ from PIL import Image
 
 from async_flowrl.cli.before_after import GRID, HEAD, RESULTS, score_rows
 from async_flowrl.cli.export_source import PEFT, Source
-from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, usual
+from async_flowrl.cli.generate import arguments_of, in_diffusers, sampling_of, usual
 from async_flowrl.config.compose import record_of, typed_command
 from async_flowrl.config.paths import sha256_of
 from async_flowrl.config.resolution import configured, in_pixels
@@ -198,8 +198,9 @@ def _call(source: Source) -> str:
     with suppress(ValueError, OSError, AttributeError):  # a model that is not here, or whose pipeline is not diffusers'
         if source.model is not None:
             family = load_family(resolve_model(source.model).family)
-            settings = from_config(source.config or usual(source.model.path))
-            arguments = arguments_of(getattr(diffusers, getattr(family, "pipeline", "")), settings, family)
+            config = source.config or usual(source.model.path)
+            pipeline = getattr(diffusers, getattr(family, "pipeline", ""))
+            arguments = arguments_of(pipeline, config.model, sampling_of(config), family)
     return f"image = {in_diffusers(arguments)}"
 
 

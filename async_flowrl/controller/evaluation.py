@@ -29,9 +29,9 @@ from async_flowrl.observability.evaluations import (
 )
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
-from async_flowrl.observability.images import captions, picture_data, write_grid, write_images
+from async_flowrl.observability.images import picture_data, write_grid, write_images
 from async_flowrl.observability.metrics import MetricsLog
-from async_flowrl.observability.monitor import MAX_SAMPLES, Monitor, Sample
+from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.statistics import diversity
 from async_flowrl.tickets.table import State, Ticket, describe
@@ -219,7 +219,8 @@ class EvaluationRecords:
             try:
                 self.monitor.image(self._picture(result, keys.get("reward/mean")), result.version)
                 if not result.baseline:
-                    self.monitor.samples(result.version, samples_of(result))
+                    prompts = [prompt.text for prompt in result.prompts]
+                    self.monitor.samples(result.version, prompts, result.images, result.scores)
             except Exception as error:  # a picture must not end a run
                 self.failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
 
@@ -267,18 +268,15 @@ class EvaluationRecords:
         shown = with_held_out_extras(result)
         kept = self.config.monitor
         if kept.kept_images > 0:
-            by_index, details = (
-                dict(zip(result.indices, result.images, strict=True)),
-                picture_data(result.prompts, shown),
-            )
+            by_index = dict(zip(result.indices, result.images, strict=True))
+            details = picture_data(result.prompts, shown)
             write_images(path.with_suffix(""), by_index, details, most=kept.kept_images, side=kept.kept_side)
         write_grid(
             path,
             [prompt.text for prompt in result.prompts],
             result.images,
-            [scores.total for scores in result.scores],
+            shown,
             title=f"policy {result.title}" + (f", mean reward {mean:.3f}" if mean is not None else ""),
-            captions=captions(shown),
         )
         return path
 
@@ -290,16 +288,6 @@ def with_held_out_extras(result: EvaluationResult) -> list[Scores]:
         if index in result.held_out
         else scores
         for index, scores in zip(result.indices, result.scores, strict=True)
-    ]
-
-
-def samples_of(result: EvaluationResult) -> list[Sample]:
-    """Returns the first images of every prompt for trackers: MAX_SAMPLES // prompts of each, but at least one."""
-    per_prompt = max(1, MAX_SAMPLES // len(result.scores))
-    return [
-        Sample(prompt.text, image, scores.total[i], {name: values[i] for name, values in scores.by_term.items()})
-        for prompt, images, scores in zip(result.prompts, result.images, result.scores, strict=True)
-        for i, image in enumerate(images[:per_prompt])
     ]
 
 

@@ -53,19 +53,19 @@ def write_grid(
     path: Path,
     prompts: Sequence[str],
     images: Sequence[ByteArray],
-    rewards: Sequence[Sequence[float]],
+    scores: Sequence[Scores],
     *,
     title: str = "",
-    captions: Sequence[Sequence[str]] = (),
 ) -> None:
     """Writes a PNG file with one row per prompt, of at most MAX_COLUMNS images (see `grid`).
 
-    `images[i]` is uint8 [n, H, W, 3] of prompt i and `rewards[i]` its n rewards; each reward is shown below its image,
-    and `captions[i][j]` below that.
+    `images[i]` is uint8 [n, H, W, 3] of prompt i and `scores[i]` its scores; each total is shown below its image, and
+    below that the extras of all terms, if a term has some.
     """
+    said = any(group.extras for group in scores)
     below = [
-        [[f"{score:.3f}", *([captions[row][image]] if captions else [])] for image, score in enumerate(scores)]
-        for row, scores in enumerate(rewards)
+        [[f"{total:.3f}", *([caption(group.extras, image)] if said else [])] for image, total in enumerate(group.total)]
+        for group in scores
     ]
     sheet = grid(prompts, [(title, [group[:MAX_COLUMNS] for group in images])], captions=[below])
     sheet.save(path, format="PNG")
@@ -121,13 +121,6 @@ def fitted(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | Ima
     return line + "…"
 
 
-def captions(scores: Sequence[Scores]) -> list[list[str]]:
-    """One line per prompt and image with the extras of all terms, texts before numbers; [] if no term has extras."""
-    if not any(group.extras for group in scores):
-        return []
-    return [[caption(group.extras, image) for image in range(len(group.total))] for group in scores]
-
-
 def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[dict[str, Any]]:
     """Per prompt a JSON-able dictionary: its text, and per image total, scores by term and extras by term and name."""
     return [
@@ -142,6 +135,7 @@ def picture_data(prompts: Sequence[Prompt], scores: Sequence[Scores]) -> list[di
 
 
 def caption(extras: Mapping[str, Mapping[str, Sequence[float | str]]], image: int) -> str:
+    """One line with the extras of all terms about an image, texts before numbers."""
     values = [(name, by_image[image]) for by_name in extras.values() for name, by_image in by_name.items()]
     texts = [value for _, value in values if isinstance(value, str) and value]
     numbers = [f"{name} {value:.3g}" for name, value in values if not isinstance(value, str)]

@@ -1,11 +1,11 @@
 """Passes metrics and images of a running training to its views: console, TensorBoard, Weights & Biases (W&B)."""
 
+import itertools
 import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.config.schema import MonitorConfig
-from async_flowrl.types import ByteArray
+from async_flowrl.types import ByteArray, Scores
 
 logger = logging.getLogger(__name__)
 
 # Metric that is the x axis of evaluations in W&B: the policy version that was evaluated.
 VERSION_KEY = "evaluation/version"
-# Most single images per evaluation that are sent to W&B: the first ones, so prompts stay the same.
+# Most single images per evaluation that are sent to W&B: the first ones of every prompt, of each at least one.
 MAX_SAMPLES = 64
 PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "vllm-omni")
 
@@ -44,16 +44,6 @@ VERL_OMNI = {
 ALIASES = {"none": {}, "verl_omni": VERL_OMNI}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One evaluated image uint8 [H, W, 3] with its prompt, its reward and term → score."""
-
-    prompt: str
-    image: ByteArray
-    reward: float
-    terms: Mapping[str, float] = field(default_factory=dict)
-
-
 class View:
     """A view of a run, which shows nothing; subclasses override what they show. Monitor explains the methods."""
 
@@ -63,7 +53,9 @@ class View:
 
     def image(self, path: Path, version: int) -> None: ...
 
-    def samples(self, version: int, samples: Sequence[Sample]) -> None: ...
+    def samples(
+        self, version: int, prompts: Sequence[str], images: Sequence[ByteArray], scores: Sequence[Scores]
+    ) -> None: ...
 
     def close(self) -> None: ...
 
@@ -134,14 +126,16 @@ class Wandb(View):
     def image(self, path: Path, version: int) -> None:
         self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
 
-    def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        names = sorted({name for sample in samples for name in sample.terms})
-        rows, pictures = [], []
-        for sample in samples[:MAX_SAMPLES]:
-            terms = [sample.terms.get(name) for name in names]
-            caption = f"{sample.prompt} | reward {sample.reward:.4g}"
-            pictures.append(self._wandb.Image(sample.image, caption=caption))
-            rows.append([version, sample.prompt, self._wandb.Image(sample.image), sample.reward, *terms])
+    def samples(
+        self, version: int, prompts: Sequence[str], images: Sequence[ByteArray], scores: Sequence[Scores]
+    ) -> None:
+        names, rows, pictures = sorted({name for group in scores for name in group.by_term}), [], []
+        per_prompt = max(1, MAX_SAMPLES // len(scores))
+        for prompt, of_prompt, group in list(zip(prompts, images, scores, strict=True))[:MAX_SAMPLES]:
+            for image, reward, place in zip(of_prompt[:per_prompt], group.total, itertools.count()):
+                terms = [group.by_term[name][place] if name in group.by_term else None for name in names]
+                pictures.append(self._wandb.Image(image, caption=f"{prompt} | reward {reward:.4g}"))
+                rows.append([version, prompt, self._wandb.Image(image), reward, *terms])
         table = self._wandb.Table(columns=["version", "prompt", "image", "reward", *names], data=rows)
         self._run.log({"evaluation/samples": pictures, "evaluation/table": table, VERSION_KEY: version})
 
@@ -196,8 +190,11 @@ class Monitor:
     def image(self, path: Path, version: int) -> None:
         self._show(lambda view: view.image(path, version))
 
-    def samples(self, version: int, samples: Sequence[Sample]) -> None:
-        self._show(lambda view: view.samples(version, samples))
+    def samples(
+        self, version: int, prompts: Sequence[str], images: Sequence[ByteArray], scores: Sequence[Scores]
+    ) -> None:
+        """`images[i]` is uint8 [n, H, W, 3] of prompt i, and `scores[i]` its scores; views show the first of each."""
+        self._show(lambda view: view.samples(version, prompts, images, scores))
 
     def close(self) -> None:
         self._show(lambda view: view.close())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl.cli.export import main as exporting
-from async_flowrl.cli.generate import from_config, open_pipeline, sample, usual
+from async_flowrl.cli.generate import open_pipeline, sample, sampling_of, usual
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
@@ -69,9 +69,10 @@ def test_it_is_neither_loaded_nor_exported(
 
 
 def test_pictures_of_values_that_are_not_finite_are_refused() -> None:
-    settings = from_config(usual("tiny"))
-    pipeline = open_pipeline(settings, "cpu")
+    config = usual("tiny")
+    how = config.model, sampling_of(config)
+    pipeline = open_pipeline(*how, "cpu")
     for parameter in pipeline.vae.decoder.parameters():
         parameter.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="not finite"):
-        sample(pipeline, settings, "red", [1])
+        sample(pipeline, *how, "red", [1])

@@ -14,7 +14,7 @@ from async_flowrl.cli.before_after import evaluate
 from async_flowrl.cli.evaluate import parser
 from async_flowrl.cli.evaluation_job import job_of
 from async_flowrl.cli.export import main as export
-from async_flowrl.cli.generate import from_config, generate, open_pipeline, sample
+from async_flowrl.cli.generate import generate, open_pipeline, sample, sampling_of
 from async_flowrl.cli.generate import main as generate_command
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import read_config
@@ -82,16 +82,16 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run, tmp_path: Path
     config = read_config(plain.root / "config.yaml")
     found = evaluate(job_of(parser().parse_args([str(plain.root)]))).rows["reward"]
     assert found["after"]["mean"] == pytest.approx(plain.metrics[-1]["evaluation/reward/mean"], abs=1e-4)
-    settings = from_config(config)
-    pipeline = open_pipeline(settings, "cpu")
-    before = sample(pipeline, settings, PROMPTS[0], [0, 1])
+    how = config.model, sampling_of(config)
+    pipeline = open_pipeline(*how, "cpu")
+    before = sample(pipeline, *how, PROMPTS[0], [0, 1])
     trained_file.apply(pipeline, plain.root / "transformer")
-    after = sample(pipeline, settings, PROMPTS[0], [0, 1])
+    after = sample(pipeline, *how, PROMPTS[0], [0, 1])
     assert not np.array_equal(before, after)
     assert export([str(plain.root), str(tmp_path / "published")]) == 0
     loaded: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "published"))
     loaded.set_progress_bar_config(disable=True)
-    assert np.array_equal(sample(loaded, settings, PROMPTS[0], [0, 1]), after)
+    assert np.array_equal(sample(loaded, *how, PROMPTS[0], [0, 1]), after)
     transformer = AutoModel.from_pretrained(str(plain.root / "transformer")).state_dict()
     assert all(torch.equal(transformer[name], tensor) for name, tensor in whole(plain).items())
     card = (tmp_path / "published" / "README.md").read_text()
@@ -105,8 +105,8 @@ def test_the_commands_take_a_runs_transformer(plain: Run, tmp_path: Path, capsys
     assert generate_command(["--transformer", str(plain.root / "images"), *given]) == 2
     assert export([str(plain.root), str(tmp_path / "out"), "--format", "kohya"]) == 2
     assert not (tmp_path / "out").exists()
-    settings = from_config(read_config(plain.root / "config.yaml"))
-    assert generate(settings, None, PROMPTS[:1], seed=0, images=1).width < 256
+    config = read_config(plain.root / "config.yaml")
+    assert generate(config.model, sampling_of(config), None, PROMPTS[:1], seed=0, images=1).width < 256
 
 
 @pytest.mark.slow

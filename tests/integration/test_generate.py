@@ -36,12 +36,13 @@ def test_generate_shows_before_and_after_with_the_runs_own_settings(
         assert generating.main([*command, "--prompt", RED.text, "--prompt", "blue blue blue blue"]) == 0
     assert f"wrote {out}" in caplog.text
 
-    settings = generating.from_config(generating.config_of(lora, None))
-    assert (settings.sampling.num_inference_steps, settings.sampling.resolution) == (4, 32)
-    pipeline = generating.open_pipeline(settings, "cpu")
-    before = generating.sample(pipeline, settings, RED.text, [5, 6])
+    config = generating.config_of(lora, None)
+    how = config.model, generating.sampling_of(config)
+    assert (how[1].num_inference_steps, how[1].resolution) == (4, 32)
+    pipeline = generating.open_pipeline(*how, "cpu")
+    before = generating.sample(pipeline, *how, RED.text, [5, 6])
     apply_lora(pipeline, lora)
-    after = generating.sample(pipeline, settings, RED.text, [5, 6])
+    after = generating.sample(pipeline, *how, RED.text, [5, 6])
     assert np.abs(before.astype(int) - after).max() > 10
     sheet = np.asarray(Image.open(out))
     top, side = 2 * 22, 128

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from async_flowrl.cli.export import main as exporting
-from async_flowrl.cli.generate import arguments_of, from_config, in_diffusers, sample, usual
+from async_flowrl.cli.generate import arguments_of, in_diffusers, sample, sampling_of, usual
 from async_flowrl.config.schema import Config, ModelConfig, RewardTerm, TinyConfig
 from async_flowrl.observability.evaluations import Curve, Evaluation, EvaluationLog
 from async_flowrl.observability.images import write_grid
@@ -22,6 +22,7 @@ from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.policies.tiny import build_tiny
+from async_flowrl.types import Scores
 from tests.integration.exported import LORA, run_directory
 from tests.support.tiny import RED
 
@@ -43,7 +44,7 @@ def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
     (folder / "images").mkdir()
     for version in (0, 7):
         image = np.full((1, 32, 32, 3), 30 * version, np.uint8)
-        write_grid(folder / f"images/step_{version:06d}.png", [RED.text], [image], [[0.5]])
+        write_grid(folder / f"images/step_{version:06d}.png", [RED.text], [image], [Scores((0.5,), {})])
     log = EvaluationLog(folder / "evaluations.jsonl")
     for version, scores in ((0, {0: (1.0, 2.0), 1: (3.0, 3.0)}), (7, {0: (2.0, 3.0), 1: (4.5, 5.5)})):
         kinds = {"reward": "trained", "jpeg_compressibility": "held_out"}
@@ -89,9 +90,9 @@ def test_the_cards_line_makes_the_image_of_generate(tmp_path: Path) -> None:
     """SANA's pipeline would by default make another size and shrink it."""
     model = build_tiny(TinyConfig(family="sana"))
     sana = load_pipeline(resolve_model(ModelConfig(path=str(model))), dtype="float32", device="cpu")
-    settings = from_config(usual(str(model)))
-    settings = replace(settings, sampling=replace(settings.sampling, resolution=64, num_inference_steps=2))
-    line = in_diffusers(arguments_of(sana, settings), seed=3)
+    config = usual(str(model))
+    how = config.model, replace(sampling_of(config), resolution=64, num_inference_steps=2)
+    line = in_diffusers(arguments_of(sana, *how), seed=3)
     assert "use_resolution_binning=False" in line
     image = eval(line, {"pipe": sana, "PROMPT": "red", "torch": torch})
-    assert (np.asarray(image) == sample(sana, settings, "red", [3])[0]).all()
+    assert (np.asarray(image) == sample(sana, *how, "red", [3])[0]).all()

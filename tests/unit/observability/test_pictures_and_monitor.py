@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from async_flowrl.config.schema import MonitorConfig
-from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, captions, picture_data, write_grid
-from async_flowrl.observability.monitor import Monitor, Sample, run_id
+from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, caption, picture_data, write_grid
+from async_flowrl.observability.monitor import Monitor, run_id
 from async_flowrl.types import Prompt, Scores
 
 
@@ -24,7 +24,7 @@ def group(count: int, side: int, value: int) -> np.ndarray[Any, Any]:
 def test_a_grid_shows_every_pixel_of_small_images(tmp_path: Path) -> None:
     images = group(2, 32, 0)
     images[1, 0, 0] = (255, 0, 0)
-    write_grid(tmp_path / "grid.png", ["a prompt"], [images], [[0.5, -1.0]], title="step 3")
+    write_grid(tmp_path / "grid.png", ["a prompt"], [images], [Scores((0.5, -1.0), {})], title="step 3")
     sheet = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB"))
     top, left = 2 * LINE_HEIGHT, MIN_SIDE + GAP
     assert (sheet[top : top + 4, left : left + 4] == (255, 0, 0)).all()
@@ -34,17 +34,15 @@ def test_a_grid_shows_every_pixel_of_small_images(tmp_path: Path) -> None:
 
 def test_a_grid_shows_and_keeps_what_rewards_say_of_its_images(tmp_path: Path) -> None:
     said = {"ocr": {"read": ("HELLO", ""), "sure": (0.25, 0.5)}}
-    scores = [Scores((0.5, -1.0), {"ocr": (0.5, -1.0)}, extras=said)]
-    assert captions(scores) == [["HELLO · sure 0.25", "sure 0.5"]]
-    assert captions([Scores((0.5,), {"ocr": (0.5,)})]) == []
-    images, rewards = [group(2, 96, 0)], [each.total for each in scores]
-    for name, below in (("plain", ()), ("said", captions(scores))):
-        write_grid(tmp_path / f"{name}.png", ["a sign"], images, rewards, captions=below)
+    scores = Scores((0.5, -1.0), {"ocr": (0.5, -1.0)}, extras=said)
+    assert [caption(said, image) for image in (0, 1)] == ["HELLO · sure 0.25", "sure 0.5"]
+    for name, below in (("plain", Scores(scores.total, scores.by_term)), ("said", scores)):
+        write_grid(tmp_path / f"{name}.png", ["a sign"], [group(2, 96, 0)], [below])
     plain, shown = (Image.open(tmp_path / f"{name}.png") for name in ("plain", "said"))
     assert shown.height == plain.height + LINE_HEIGHT
     line = np.asarray(shown.convert("L"))[-LINE_HEIGHT:]
     assert (line[:, :192] < 255).any(), "nothing stands below the first image"
-    (kept,) = picture_data([Prompt(0, "a sign")], scores)
+    (kept,) = picture_data([Prompt(0, "a sign")], [scores])
     assert (kept["prompt"], kept["extras"]["ocr"]["read"], kept["total"]) == ("a sign", ("HELLO", ""), (0.5, -1.0))
 
 
@@ -53,7 +51,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
     config = MonitorConfig(tensorboard=True)
     monitor = Monitor(config, tmp_path, name="run", settings={})
-    write_grid(tmp_path / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
+    write_grid(tmp_path / "grid.png", ["p"], [group(1, 16, 0)], [Scores((0.0,), {})])
     monitor.log(0, {"step": 0, "reward/mean": 0.5, "note": None})
     monitor.log(1, {"step": 1, "reward/mean": 0.75})
     monitor.evaluation(1, {"reward/mean": 0.6})
@@ -99,15 +97,14 @@ def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = MonitorConfig(wandb=True, metric_aliases="verl_omni", wandb_tags=["tried"])
     monitor = Monitor(config, folder, name="run", settings={})
-    write_grid(folder / "grid.png", ["p"], [group(1, 16, 0)], [[0.0]])
+    write_grid(folder / "grid.png", ["p"], [group(1, 16, 0)], [Scores((0.0,), {})])
     for step in range(3):
         monitor.log(step, {"step": step, "reward/mean": 0.5 + step / 10, "kept_of/0": 3, "kept_of/1": 5})
     monitor.evaluation(1, {"reward/mean": 0.25})
     monitor.image(folder / "grid.png", 1)
     pictures = group(2, 16, 0)
-    monitor.samples(
-        1, [Sample("a cat", pictures[0], 0.25, {"ocr": 0.5}), Sample("a dog", pictures[1], 0.75, {"ocr": 1.5})]
-    )
+    scores = [Scores((0.25,), {"ocr": (0.5,)}), Scores((0.75,), {"ocr": (1.5,)})]
+    monitor.samples(1, ["a cat", "a dog"], [pictures[:1], pictures[1:]], scores)
     monitor.close()
     assert monitor.failures == []
     file = max((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
