@@ -57,11 +57,7 @@ def write_grid(
     *,
     title: str = "",
 ) -> None:
-    """Writes a PNG file with one row per prompt, of at most MAX_COLUMNS images (see `grid`).
-
-    `images[i]` is uint8 [n, H, W, 3] of prompt i and `scores[i]` its scores; each total is shown below its image, and
-    below that the extras of all terms, if a term has some.
-    """
+    """Writes a PNG file with one row per prompt, of at most MAX_COLUMNS images (see `grid`), its scores below each."""
     said = any(group.extras for group in scores)
     below = [
         [[f"{total:.3f}", *([caption(group.extras, image)] if said else [])] for image, total in enumerate(group.total)]

@@ -44,11 +44,9 @@ def summarise(
     counted: Mapping[str, Any],
     peak: float | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None.
-
-    `counted` has what the controller counts and no file holds, under the summary's keys, `wall_seconds` among them.
-    `peak` is the peak FLOP/s of one worker's device; None if it is unknown.
-    """
+    """The content of summary.json. Values that are unknown, e.g. because there were too few steps, are None."""
+    # `counted` has what the controller counts and no file holds, under the summary's keys, `wall_seconds` among them.
+    # `peak` is the peak FLOP/s of one worker's device; None if it is unknown.
     # After a resume, steps, images, rewards and staleness cover the whole run; times and rates only the time since
     # then.
     history = effective(events)

@@ -71,10 +71,7 @@ def indexed(index: Path) -> set[str]:
 
 
 def check_fits(where: object, tensors: Mapping[str, Tensor], model: Mapping[str, Tensor], *, all_of: bool) -> None:
-    """Raises ValueError for a tensor that `model` lacks or has in another shape; `all_of`: and for one that is missing.
-
-    The message begins with `where`.
-    """
+    """Raises ValueError, which begins with `where`, for another name or shape; `all_of`: also for a missing tensor."""
     extra, missing = sorted(tensors.keys() - model.keys()), sorted(model.keys() - tensors.keys()) if all_of else []
     if missing or extra:
         first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which is not trained here"

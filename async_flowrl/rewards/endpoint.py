@@ -28,6 +28,7 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.25, 30.0
 PASSING = (408, 429)
 DAY = 86_400.0
 # Options of every reward with an Endpoint: name, least and greatest value; a whole least value asks for whole numbers.
+# `timeout` is the seconds of an attempt, `deadline` those of all with pauses, `concurrency` the most requests at once.
 LIMITS = (("timeout", 0.001, DAY), ("deadline", 0.001, DAY), ("retries", 0, math.inf), ("concurrency", 1, math.inf))
 
 _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = weakref.WeakKeyDictionary()
@@ -49,11 +50,7 @@ class Endpoint:
     """The servers that one reward asks; requests are spread over their URLs."""
 
     def __init__(self, urls: Sequence[str], options: Mapping[str, Any], *, reply_bytes: int, token: str) -> None:
-        """`options` are the reward's, those of LIMITS among them, and `token` the one that names the token's variable.
-
-        `timeout` is the seconds of an attempt, `deadline` those of all with pauses, `concurrency` the largest number of
-        requests at a time.
-        """
+        """`options` are the reward's, those of LIMITS among them; `token` the one that names the token's variable."""
         self.urls, self._token, self._reply_bytes = list(urls), "", reply_bytes
         self._option, self._variable = token, options[token]
         self._timeout, self._deadline, self._retries, self._concurrency = (options[name] for name, _, _ in LIMITS)

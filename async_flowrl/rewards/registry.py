@@ -57,8 +57,7 @@ def build_reward(config: RewardConfig, held_out: Mapping[str, RewardTerm] = Mapp
 def check_rewards(config: RewardConfig, section: str = TRAINED) -> bool:
     """Checks names, options, signatures and servers of all terms; returns True if one needs a target in every prompt.
 
-    Nothing is built. Raises ValueError, one sentence, for the first fault, also if there is no term. `section` is the
-    terms' key in messages.
+    Nothing is built. Raises ValueError, one sentence, for the first fault, also if there is no term.
     """
     if not config.terms:
         names = ", ".join(sorted(REWARDS))
@@ -183,10 +182,7 @@ def resolve_term(key: str, term: RewardTerm, section: str = TRAINED) -> Callable
 
 
 def check_held_out(config: Config) -> bool:
-    """Checks names, options and signatures of all held-out terms; returns True if one needs a target in every prompt.
-
-    Nothing is built. Raises ValueError, one sentence, if a term cannot score evaluations.
-    """
+    """Checks all held-out terms like `check_rewards`, and their keys. Raises ValueError, one sentence."""
     terms = config.evaluate.reward.terms
     for name in terms:
         where = f"{HELD_OUT}.{name}"
