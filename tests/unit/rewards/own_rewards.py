@@ -20,11 +20,6 @@ def first_pixel(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     return images[:, 0, 0, 0].astype(np.float64)
 
 
-async def slow_mean(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    await asyncio.sleep(0)
-    return [float(image.mean()) for image in images]
-
-
 def meets_another(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     meeting.wait(timeout=120)
     return [1.0] * len(images)
@@ -37,18 +32,6 @@ async def meets_another_async(images: ByteArray, prompt: Prompt) -> Sequence[flo
 
 def too_few(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     return [1.0]
-
-
-def not_a_number(images: ByteArray, prompt: Prompt) -> Sequence[float]:
-    return [float("nan")] * len(images)
-
-
-def words(images: ByteArray, prompt: Prompt) -> Sequence[str]:
-    return ["good"] * len(images)
-
-
-def one_number(images: ByteArray, prompt: Prompt) -> float:
-    return 1.0
 
 
 async def breaks(images: ByteArray, prompt: Prompt) -> Sequence[float]:
@@ -115,24 +98,19 @@ first_pixel_of_one.pointwise = True  # type: ignore[attr-defined]
 
 
 class PointwiseJudge:
-    """Async. Fails for an image `failures` times before it answers; counts its calls, and those at the same time."""
+    """Async. Fails for the image 2 `failures` times before it answers; counts its calls."""
 
     pointwise = True
     deterministic = False
 
-    def __init__(self, failures: int = 0, image: int = 2) -> None:
-        self.failures, self.image = failures, image
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
         self.calls: list[int] = []
-        self.now = self.most = 0
 
     async def __call__(self, image: ByteArray, prompt: Prompt) -> float:
         value = int(image[0, 0, 0])
         self.calls.append(value)
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(0.01)
-        self.now -= 1
-        if value == self.image and self.calls.count(value) <= self.failures:
+        if value == 2 and self.calls.count(value) <= self.failures:
             raise ConnectionError("the judge is away")
         return float(value)
 

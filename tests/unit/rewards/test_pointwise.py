@@ -1,12 +1,8 @@
 """Tests of pointwise rewards: one image per call, several calls at a time, and only failed calls are repeated."""
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.reward_worker import RewardWorker
@@ -16,18 +12,10 @@ PROMPT = Prompt(3, "a cat")
 IMAGES = np.arange(6, dtype=np.uint8)[:, None, None, None] * np.ones((6, 8, 8, 3), dtype=np.uint8)
 
 
-@pytest.fixture(autouse=True)
-def own_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    yield
-    sys.modules.pop("own_rewards", None)
-
-
 def config(name: str, **settings: Any) -> RewardConfig:
     options = settings.pop("options", {})
-    return RewardConfig(
-        terms={"mine": RewardTerm(name=f"own_rewards:{name}", options=options)}, backoff=0.0, **settings
-    )
+    term = RewardTerm(name=f"tests.unit.rewards.own_rewards:{name}", options=options)
+    return RewardConfig(terms={"mine": term}, backoff=0.0, **settings)
 
 
 def score(config: RewardConfig) -> tuple[Scores, Any]:
