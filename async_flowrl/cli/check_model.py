@@ -129,7 +129,21 @@ class Job:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table and the first step that differs; returns 0 (all agree), 1 or 2 (nothing to compare)."""
     # After agreement it records that the family was checked, so that runs no longer warn.
-    options = parser().parse_args(arguments)
+    command_line = argparse.ArgumentParser(
+        prog="async-flowrl check-model",
+        description="Compares a model family with diffusers' own pipeline and names the first step that differs.",
+    )
+    option = command_line.add_argument
+    option("model", metavar="NAME_OR_PATH", help="model.path: tiny, a diffusers folder or a hub name")
+    option("--family", default="auto", help="model.family: a name, or pkg.module:attr (default: auto)")
+    option("--tiny-family", default=TinyConfig().family, help="model.tiny.family, where the model is tiny")
+    option("--prompt", default="a red apple on a wooden table")
+    option("--steps", type=int, default=6, help="denoising steps (default 6)")
+    option("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
+    option("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default 512; of tiny 32)")
+    option("--dtype", choices=("bfloat16", "float32"), default="float32", help="default float32: no rounding")
+    option("--max-sequence-length", type=int, help="model.max_sequence_length")
+    options = command_line.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         job = job_of(*settings_of(options), options.prompt, "cuda" if torch.cuda.is_available() else "cpu")
@@ -410,21 +424,3 @@ def watched(network: nn.Module) -> Iterator[list[Inputs]]:
         yield calls
     finally:
         handle.remove()
-
-
-def parser() -> argparse.ArgumentParser:
-    command_line = argparse.ArgumentParser(
-        prog="async-flowrl check-model",
-        description="Compares a model family with diffusers' own pipeline and names the first step that differs.",
-    )
-    option = command_line.add_argument
-    option("model", metavar="NAME_OR_PATH", help="model.path: tiny, a diffusers folder or a hub name")
-    option("--family", default="auto", help="model.family: a name, or pkg.module:attr (default: auto)")
-    option("--tiny-family", default=TinyConfig().family, help="model.tiny.family, where the model is tiny")
-    option("--prompt", default="a red apple on a wooden table")
-    option("--steps", type=int, default=6, help="denoising steps (default 6)")
-    option("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
-    option("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default 512; of tiny 32)")
-    option("--dtype", choices=("bfloat16", "float32"), default="float32", help="default float32: no rounding")
-    option("--max-sequence-length", type=int, help="model.max_sequence_length")
-    return command_line

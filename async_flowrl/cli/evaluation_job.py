@@ -188,7 +188,10 @@ async def servers_of(job: Job, reward: CompositeReward, device: str) -> AsyncIte
 
 
 def _config(job: Job, folder: Path, device: str) -> Config:
-    free = _visible(torch.cuda.device_count())[1:] if device != "cpu" else None
+    # The names of this process's GPUs as in CUDA_VISIBLE_DEVICES, which may already hide some of them.
+    count, shown = torch.cuda.device_count(), os.environ.get(VISIBLE_DEVICES)
+    names = [name.strip() for name in shown.split(",")] if shown else list(map(str, range(count)))
+    free = names[1:count] if device != "cpu" else None
     terms = {name: term if term.serve is None else _single(name, term, free) for name, term in job.terms.items()}
     config = job.config
     return replace(
@@ -198,12 +201,6 @@ def _config(job: Job, folder: Path, device: str) -> Config:
         evaluate=replace(config.evaluate, reward=HeldOutConfig()),
         runtime=replace(config.runtime, backend="local", address=None),
     )
-
-
-def _visible(count: int) -> list[str]:
-    # Returns the names of this process's GPUs as in CUDA_VISIBLE_DEVICES, which may already hide some of them.
-    shown = os.environ.get(VISIBLE_DEVICES)
-    return [name.strip() for name in shown.split(",")][:count] if shown else [str(index) for index in range(count)]
 
 
 def _single(name: str, term: RewardTerm, free: list[str] | None) -> RewardTerm:

@@ -20,20 +20,6 @@ FORMS = ("comfyui", "kohya")  # Choices of `--format`: the names of file layouts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    from async_flowrl.cli.exported import publish  # imports torch, which help and wrong arguments do not wait for
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        written, refused = publish(options)
-    except (ValueError, OSError) as error:
-        written, refused = [], [str(error)]
-    for path in written:
-        logger.info("wrote %s", path)
-    return max((refuse(sentence) for sentence in refused), default=exit_codes.OK)
-
-
-def parser() -> argparse.ArgumentParser:
     command_line = argparse.ArgumentParser(prog="async-flowrl export", description="Writes a folder to publish.")
     option = command_line.add_argument
     option("source", type=Path, metavar="SOURCE", help="a run directory, a checkpoint, or any LoRA")
@@ -44,4 +30,14 @@ def parser() -> argparse.ArgumentParser:
     option("--merged", nargs="?", const=WHOLES[0], choices=WHOLES, help="also the model, the LoRA in its weights")
     option("--license", help="as the Hub writes it, e.g. apache-2.0")
     option("--evaluation", type=Path, help="a folder of async-flowrl evaluate, for the card")
-    return command_line
+    options = command_line.parse_args(arguments)
+    from async_flowrl.cli.exported import publish  # imports torch, which help and wrong arguments do not wait for
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        written, refused = publish(options)
+    except (ValueError, OSError) as error:
+        written, refused = [], [str(error)]
+    for path in written:
+        logger.info("wrote %s", path)
+    return max((refuse(sentence) for sentence in refused), default=exit_codes.OK)

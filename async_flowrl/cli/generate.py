@@ -154,12 +154,12 @@ def generate(
     return grid(prompts, columns, max_side=sys.maxsize)
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="async-flowrl generate", description="Images before and after training.")
     parser.add_argument("--model", help="tiny, a diffusers folder or a hub name (default: the run's own)")
-    trained = parser.add_mutually_exclusive_group()
-    trained.add_argument("--lora", type=Path, help="RUN/lora, or a LoRA of any format; without it, only the base model")
-    trained.add_argument("--transformer", type=Path, help="RUN/transformer of a run with tune=full")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--lora", type=Path, help="RUN/lora, or a LoRA of any format; without it, only the base model")
+    weights.add_argument("--transformer", type=Path, help="RUN/transformer of a run with tune=full")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times: one row each")
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
     parser.add_argument("--seed", type=seed, default=0)
@@ -170,11 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--guidance-scale", type=float, help="for models that take it as an input, such as FLUX.1-dev")
     parser.add_argument("--negative-prompt")
     parser.add_argument("--dtype", choices=sorted(DTYPES))
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     path = options.lora or options.transformer
     trained = path.expanduser() if path is not None else None

@@ -44,19 +44,6 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        runs = runs_in(options.runs)
-        folder = runs[0] if len(runs) == 1 else options.runs[0] if len(options.runs) == 1 else Path()
-        out = options.out or folder / "report.html"
-        write_page(runs, out, max_mib=options.max_mib)
-        sys.stdout.write(f"{out}\n")
-    except (ValueError, OSError) as error:
-        return refuse(error)
-    return exit_codes.OK
-
-
-def parser() -> argparse.ArgumentParser:
     command_line = argparse.ArgumentParser(
         prog="async-flowrl report",
         description="Writes one page about run directories: report.html in the run's folder, in the folder that holds "
@@ -66,4 +53,13 @@ def parser() -> argparse.ArgumentParser:
     option("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a folder of a --multirun")
     option("--out", type=Path, help="file to write")
     option("--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)")
-    return command_line
+    options = command_line.parse_args(arguments)
+    try:
+        runs = runs_in(options.runs)
+        folder = runs[0] if len(runs) == 1 else options.runs[0] if len(options.runs) == 1 else Path()
+        out = options.out or folder / "report.html"
+        write_page(runs, out, max_mib=options.max_mib)
+        sys.stdout.write(f"{out}\n")
+    except (ValueError, OSError) as error:
+        return refuse(error)
+    return exit_codes.OK

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from async_flowrl.cli.scorer import PendingRequest, Refused, Score, Scorer
+from async_flowrl.cli.scorer import PendingRequest, Score, Scorer
 from async_flowrl.config.error_text import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused
@@ -153,7 +153,7 @@ BODY_SECONDS = 60.0  # Seconds within which the whole body of a request must arr
 def build_app(score: Score, limits: Limits, token: str | None = None) -> FastAPI:
     """Returns the application that serves `score` by the contract."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for kind in (Refused, ContractError, HTTPException, Exception):
+    for kind in (ContractError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     scorer = Scorer(score, limits)
 
@@ -177,53 +177,50 @@ def build_app(score: Score, limits: Limits, token: str | None = None) -> FastAPI
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    headers = dict[str, str]()
-    if isinstance(error, HTTPException):  # no such path or method
-        headers |= error.headers or {}
-        sentence = f"{error.detail}: there are POST {contract.PATH} and GET {contract.HEALTH}"
-        error = Refused(error.status_code, sentence)
+    headers = None
+    if isinstance(error, HTTPException):
+        status, sentence, headers = error.status_code, error.detail, error.headers
+        if status in (404, 405):  # no such path or method
+            sentence += f": there are POST {contract.PATH} and GET {contract.HEALTH}"
     elif isinstance(error, ContractError):
-        error = Refused(413 if isinstance(error, contract.TooMuch) else 400, str(error))
-    elif not isinstance(error, Refused):
-        error = Refused(500, f"the server failed: {in_one_line(error)}")
-    logger.warning("%s %s: %d %s", request.client.host if request.client else "?", request.url.path,
-                   error.status, error)  # fmt: skip
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(error.retry_after)
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    fields = {"version": contract.VERSION, "error": str(error)}
-    return Response(contract.dumps(fields), error.status, headers, media_type="application/json")
+        status, sentence = 413 if isinstance(error, contract.TooMuch) else 400, str(error)
+    else:
+        status, sentence = 500, f"the server failed: {in_one_line(error)}"
+    where = request.client.host if request.client else "?"
+    logger.warning("%s %s: %d %s", where, request.url.path, status, sentence)
+    fields = {"version": contract.VERSION, "error": sentence}
+    return Response(contract.dumps(fields), status, headers, media_type="application/json")
 
 
 def _check_token(request: Request, token: str | None) -> None:
-    """Compares the token in constant time, so that response times do not reveal it. Raises Refused with status 401."""
+    """Compares the token in constant time, so that response times do not reveal it. Raises HTTPException: 401."""
     if token is None:
         return
     header = request.headers.get("authorization", "")
     if not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
-        raise Refused(401, "the header 'Authorization: Bearer TOKEN' is missing, or names another token")
+        missing = "the header 'Authorization: Bearer TOKEN' is missing, or names another token"
+        raise HTTPException(401, missing, {"WWW-Authenticate": "Bearer"})
 
 
 async def _body(request: Request, scorer: Scorer, pending: PendingRequest) -> bytes:
-    """Returns the body of a request. Raises Refused as soon as it is too long or too slow, or finds no room."""
+    """Returns the body of a request. Raises HTTPException as soon as it is too long or too slow, or finds no room."""
     limit = scorer.limits.body_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limit:
-        raise Refused(413, f"the request has {announced} bytes, more than {limit}")
+        raise HTTPException(413, f"the request has {announced} bytes, more than {limit}")
     body = bytearray()
     try:
         scorer.reserve(pending, int(announced) if announced.isdecimal() else 0)
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
                 if len(body) + len(chunk) > limit:
-                    raise Refused(413, f"the request has more than {limit} bytes")
+                    raise HTTPException(413, f"the request has more than {limit} bytes")
                 scorer.reserve(pending, len(body) + len(chunk))
                 body += chunk
     except TimeoutError:
-        raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
+        raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
-        raise Refused(400, f"the client hung up after {len(body)} bytes of the request") from None
+        raise HTTPException(400, f"the client hung up after {len(body)} bytes of the request") from None
     return bytes(body)
 
 
@@ -232,7 +229,7 @@ async def _read(request: Request, body: bytes, limits: Limits) -> ScoreRequest:
     if kind == "application/json":
         return contract.read_request(contract.loads(body, "the request"), None, limits)
     if kind != "multipart/form-data":
-        raise Refused(415, f"Content-Type must be application/json or multipart/form-data, got {kind[:60]!r}")
+        raise HTTPException(415, f"Content-Type must be application/json or multipart/form-data, got {kind[:60]!r}")
     fields, files = await _parts(request, body, limits)
     return contract.read_request(contract.loads(fields, "the part 'request'"), files, limits)
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from starlette.exceptions import HTTPException
 
 from async_flowrl.config.error_text import in_one_line
 from async_flowrl.rewards import http_contract as contract
@@ -26,15 +27,8 @@ logger = logging.getLogger(__name__)
 Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
 
 NOTHING = ScoreRequest((), ())  # Empty request that replaces one whose memory was given back.
+AGAIN = {"Retry-After": "1"}
 HUNG_UP = 499  # Status of a request whose client has hung up, as nginx logs it; nobody receives it.
-
-
-class Refused(Exception):
-    """Raised to answer a request with an error: HTTP status, one sentence, and optionally seconds for Retry-After."""
-
-    def __init__(self, status: int, sentence: str, *, retry_after: int | None = None) -> None:
-        super().__init__(sentence)
-        self.status, self.retry_after = status, retry_after
 
 
 @dataclass(eq=False)
@@ -59,11 +53,11 @@ class Scorer:
         self._pending: set[PendingRequest] = set()
 
     def reserve(self, pending: PendingRequest, size: int) -> None:
-        """Reserves `size` bytes in total for a request; a smaller size changes nothing. Raises Refused: 429."""
+        """Reserves `size` bytes in total for a request; a smaller size changes nothing. HTTPException: 429."""
         more = max(0, size - pending.reserved)
         if self.reserved + more > self.limits.all_bytes:
             full = f"all requests together have {self.limits.all_bytes} bytes already"
-            raise Refused(429, f"{full}; ask again later", retry_after=1)
+            raise HTTPException(429, f"{full}; ask again later", AGAIN)
         self.reserved += more
         pending.reserved += more
 
@@ -74,15 +68,15 @@ class Scorer:
     async def reply(self, pending: PendingRequest) -> list[Result]:
         """Scores a request and returns the results of its groups; releases it however that ends.
 
-        Raises ContractError for images that are damaged or too large, and Refused: 429 if too many requests wait, 422
-        for a prompt that the reward refuses, 499 if the client hung up before the last group, 500 if the reward fails.
+        Raises ContractError for images that are damaged or too large, and HTTPException: 429 if too many requests wait,
+        422 for a prompt that is refused, 499 if the client hung up before the last group, 500 if the reward fails.
         """
         try:
             if self._full:
                 await self.forget_gone()
             if self._full:
                 waiting = f"a request is being scored and {self.limits.waiting} are waiting already"
-                raise Refused(429, f"{waiting}; ask again later", retry_after=1)
+                raise HTTPException(429, f"{waiting}; ask again later", AGAIN)
             self._pending.add(pending)
             async with self._turn:
                 await _check_there(pending, "before its turn")
@@ -119,16 +113,16 @@ class Scorer:
         except (Exception, SystemExit) as error:
             first = leaves(error)[0]
             if isinstance(first, PromptRefused):
-                raise Refused(422, str(first)) from error
+                raise HTTPException(422, str(first)) from error
             logger.exception("a group could not be scored")
             sentence = str(first) if isinstance(first, RewardError) else f"the reward failed: {in_one_line(first)}"
-            raise Refused(500, sentence) from error
+            raise HTTPException(500, sentence) from error
 
 
 async def _check_there(pending: PendingRequest, when: str) -> None:
     # Others may find out, while it is looked at here, that the client has hung up.
     if pending.cancelled or await pending.gone() or pending.cancelled:
-        raise Refused(HUNG_UP, f"the client hung up {when}")
+        raise HTTPException(HUNG_UP, f"the client hung up {when}")
 
 
 def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tuple[list[ByteArray], Prompt]]:

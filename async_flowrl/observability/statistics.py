@@ -51,7 +51,10 @@ class Change:
 
     @property
     def half(self) -> float | None:
-        return None if self.stderr is None else _quantile(self.freedom) * self.stderr
+        from scipy.special import stdtrit
+
+        quantile = (1.0 + CONFIDENCE_LEVEL) / 2
+        return None if self.stderr is None else float(stdtrit(self.freedom, quantile)) * self.stderr
 
     @property
     def ends(self) -> tuple[float, float] | tuple[None, None]:
@@ -132,9 +135,3 @@ def _tail(mean: float, stderr: float | None, freedom: int) -> float:
     if stderr == 0.0:
         return 0.0 if mean > 0 else 1.0
     return float(stdtr(freedom, -mean / stderr))
-
-
-def _quantile(freedom: int) -> float:
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, (1.0 + CONFIDENCE_LEVEL) / 2))

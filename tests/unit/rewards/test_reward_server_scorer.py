@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.exceptions import HTTPException
 
-from async_flowrl.cli.scorer import PendingRequest, Refused, Scorer
+from async_flowrl.cli.scorer import PendingRequest, Scorer
 from async_flowrl.rewards.http_contract import Limits, ScoreRequest, encode_image
 from async_flowrl.types import ByteArray, Prompt
 
@@ -80,7 +81,7 @@ def test_429_counts_those_that_wait_and_a_cancelled_request_frees_its_place_at_o
         first = await begun(scorer, reward, request("first"))
         second, third = (asyncio.create_task(scorer.reply(asked(scorer, request(name)))) for name in ("2", "3"))
         await settled()
-        with pytest.raises(Refused, match="a request is being scored and 2 are waiting already; ask again later"):
+        with pytest.raises(HTTPException, match="a request is being scored and 2 are waiting already; ask again later"):
             await scorer.reply(asked(scorer, request("4")))
         assert scorer.reserved == 3 * BYTES
         second.cancel()
