@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup environments demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server docs docs-serve docs-release lint size prove e2e clean
+.PHONY: setup environments demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server test-oldest docs docs-serve docs-release lint size prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -113,6 +113,18 @@ $(VLM_SERVER_VENV)/.installed: tests/vlm_server/requirements.txt tests/vlm_serve
 	$(VLM_SERVER_VENV)/bin/python $(INSTALL) --no-deps --force-reinstall tests/vllm_omni/support tests/vlm_server/metadata
 	touch $@
 
+# The unit tests with the oldest packages that pyproject.toml allows (but torch, which constraints.txt names), by hand at a
+# release and when a bound moves; docs/tested.md has the last result.
+OLDEST_VENV ?= .venv-oldest
+
+test-oldest: setup
+	$(VENV)/bin/uv pip compile --quiet --resolution lowest-direct --extra dev --constraint constraints.txt pyproject.toml \
+	  --python $(RUN) --output-file build/oldest.txt
+	$(PYTHON) -m venv --clear $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python $(INSTALL) --no-deps --requirement build/oldest.txt
+	$(OLDEST_VENV)/bin/python $(INSTALL) --no-deps --editable .
+	$(OLDEST_VENV)/bin/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup tests/unit
+
 # The documentation site, into build/site; what documents link to must be there.
 DOCS_VENV ?= .venv-docs
 
@@ -164,4 +176,4 @@ e2e: setup
 	PYTHON=$(RUN) bash tests/e2e/run_one_step_off_tiny_qwen_image.sh
 
 clean:
-	rm -rf $(VENV) $(VLLM_OMNI_VENV) $(VLM_SERVER_VENV) $(DOCS_VENV) build dist
+	rm -rf $(VENV) $(VLLM_OMNI_VENV) $(VLM_SERVER_VENV) $(OLDEST_VENV) $(DOCS_VENV) build dist

@@ -145,8 +145,5 @@ def _group(item: pytest.Item, group: str) -> None:
     The mark `xdist_group` is not enough: xdist asks for it before `-m` is applied, and 3.8 writes the group to what
     pytest 9.2 does not make the id of any more, so that every test would be a group of its own.
     """
-    grouped: Any = f"{item.nodeid}@{group}"
-    if (known := getattr(item, "_id", None)) is None:
-        item._nodeid = grouped
-    else:
-        item._id = type(known).parse(grouped)  # type: ignore[attr-defined]
+    known: Any = item._id  # type: ignore[attr-defined]
+    item._id = type(known).parse(f"{item.nodeid}@{group}")  # type: ignore[attr-defined]

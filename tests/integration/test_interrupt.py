@@ -74,7 +74,7 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = ForkedRun(folder, "one_step_off", LONG, "disturb.update=30", "disturb.constant=true")
+    process = ForkedRun(folder, "one_step_off", LONG, "disturb.generate=2", "disturb.constant=true")
     wait_until(process, lambda: any(e["event"] == "ticket" for e in lines(folder / "events.jsonl")), "its first ticket")
     process.send_signal(signal.SIGINT)
     wait_until(process, lambda: ASKED in process.said_so_far(), "its answer")

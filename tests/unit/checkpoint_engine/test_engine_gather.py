@@ -132,11 +132,3 @@ def test_ranks_that_are_not_at_the_same_gather_end_it_and_mix_no_rows() -> None:
     with pytest.raises(TransferFailed):
         first.versions.gather(1, first.gather.share(first.flat(weights(1))))
     assert first.versions.retained() == ()
-
-
-def test_a_rank_that_is_gone_ends_the_gather_at_once() -> None:
-    made = Ranks(2, weights(0))
-    made.ranks[1].group.abort()
-    with pytest.raises(TransferFailed):
-        made.ranks[0].versions.gather(0, made.ranks[0].gather.share(made.ranks[0].flat(weights(0))))
-    assert made.ranks[0].versions.retained() == ()
