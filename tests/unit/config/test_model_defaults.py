@@ -113,10 +113,10 @@ def refusal(words: list[str]) -> str | None:
 
 
 ALONE = [
-    *(f"group_size={size}" for size in (2, 3, 12, 17, 40)),
-    *(f"prompts_per_step={count}" for count in (1, 3, 64)),
-    *(f"{pool}.num_workers={count}" for pool in ("trainer", "rollout", "reward") for count in (2, 3)),
-    *(f"rollout.num_inference_steps={steps}" for steps in (2, 3, 28)),
+    *(f"group_size={size}" for size in (2, 17, 40)),
+    *(f"prompts_per_step={count}" for count in (1, 64)),
+    *(f"{pool}.num_workers={count}" for pool, count in (("trainer", 3), ("rollout", 2), ("reward", 2))),
+    *(f"rollout.num_inference_steps={steps}" for steps in (2, 28)),
     *(f"algorithm={path.stem}" for path in (config_dir() / "algorithm").glob("*.yaml")),
     *("hand_over=batch", "placement=shared", "tune=full", "runtime.backend=local", "checkpoint_engine.transport=gloo"),
     *("lora.rank=3", "algorithm.sde_window_size=9", "total_steps=1", "epochs=1"),
