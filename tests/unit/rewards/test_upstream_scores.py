@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL
 import pytest
 import torch
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
@@ -24,6 +25,8 @@ from tests.support.upstream_rewards.make import SEEDS, SIZES
 EXPECTED = json.loads((Path(inputs.__file__).with_name("expected.json")).read_text())
 
 ANY = Prompt(0, "whatever")
+SCALED_BY_PILLOW = pytest.mark.skipif(int(PIL.__version__.partition(".")[0]) < 13, reason="expected of Pillow 13")
+"""Older versions scale images otherwise, for the authors' code as for ours: other scores by up to 2 %."""
 
 
 def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -66,6 +69,7 @@ def cases(name: str) -> Iterator[tuple[ByteArray, Prompt, list[float]]]:
             yield inputs.images(*size), Prompt(place, inputs.PROMPTS[place]), expected
 
 
+@SCALED_BY_PILLOW
 def test_pickscore_is_that_of_its_readme(folders: dict[str, Path]) -> None:
     reward = PickScore(str(folders["pickscore"]), str(folders["pickscore"]), scale=1.0, batch_size=3)
     for images, prompt, expected in cases("pickscore"):
@@ -74,6 +78,7 @@ def test_pickscore_is_that_of_its_readme(folders: dict[str, Path]) -> None:
     assert trained_on(images, prompt) == pytest.approx([x / 26 for x in expected], rel=1e-5, abs=1e-5)
 
 
+@SCALED_BY_PILLOW
 def test_clip_score_is_torchmetrics(folders: dict[str, Path]) -> None:
     reward = ClipScore(str(folders["clip_score"]), batch_size=3)
     for images, prompt, expected in cases("clip_score"):
@@ -124,6 +129,7 @@ def test_hpsv2_reads_prompts_as_its_package_does() -> None:
         assert ids == expected[: len(ids)] and not any(expected[len(ids) :])
 
 
+@SCALED_BY_PILLOW
 def test_the_aesthetic_score_is_its_authors(folders: dict[str, Path]) -> None:
     reward = Aesthetic(str(folders["aesthetic"]), str(folders["aesthetic"]), batch_size=3)
     for name, size in SIZES.items():
