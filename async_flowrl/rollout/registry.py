@@ -15,7 +15,7 @@ from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import SEVERAL, DiffusersEngine
-from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, base_aside, encoder_digest
+from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, encoder_digest
 from async_flowrl.types import EmbeddingKey
 
 PARTS_OF_IMAGES = "rollout.vae_slicing or vae_tiling"
@@ -45,7 +45,7 @@ def open_embeddings(
         workers=config.rollout.num_workers,
     )
     if base is not None:
-        embeddings.aside = partial(base_aside, base, where)
+        embeddings.aside = Parked(lambda: base.policy.transformer if base.is_read else None, where).aside
     return embeddings
 
 
@@ -76,7 +76,7 @@ def load_engine(
         compile_blocks(policy)
     if embeddings is not None:
         staying = list(tuning.parameters(policy.transformer).values())
-        embeddings.aside = Parked(policy.transformer, torch.device(device), staying=staying).aside
+        embeddings.aside = Parked(lambda: policy.transformer, torch.device(device), staying=staying).aside
     check_policy(config, policy)
     size = rollout.batch_size
     made = DiffusersEngine(

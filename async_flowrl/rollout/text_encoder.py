@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from async_flowrl.config.paths import sha256_of
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import source_digest
-from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.transfers import ONE_AT_A_TIME, upload
 from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput
@@ -301,15 +300,14 @@ def _free() -> None:
 class Parked:
     """Moves a network's frozen weights, except `staying`, to host memory while other models need the device.
 
-    A trainer rank which is being loaded may share these weights, so no other thread loads a model meanwhile
-    (`ONE_AT_A_TIME`): it would move them back to the device.
+    `network` returns it, or None as long as it is not loaded. A trainer rank which is being loaded may share these
+    weights, so no other thread loads a model meanwhile (`ONE_AT_A_TIME`): it would move them back to the device.
     """
 
-    def __init__(self, network: nn.Module, device: torch.device, *, staying: Sequence[Tensor]) -> None:
-        stay = {id(tensor) for tensor in staying}
-        tensors = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
-        self._tensors = [tensor for key, tensor in tensors.items() if key not in stay]
-        self._device = device
+    def __init__(
+        self, network: Callable[[], nn.Module | None], device: torch.device, *, staying: Sequence[Tensor] = ()
+    ) -> None:
+        self._network, self._device, self._staying = network, device, {id(tensor) for tensor in staying}
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -318,23 +316,14 @@ class Parked:
             yield
             return
         with ONE_AT_A_TIME:
+            network = self._network()
+            parts = () if network is None else (*network.parameters(), *network.buffers())
+            tensors = {id(tensor): tensor for tensor in parts if id(tensor) not in self._staying}.values()
             try:
-                for tensor in self._tensors:
+                for tensor in tensors:
                     tensor.data = tensor.data.to("cpu")  # Not to pinned memory, which torch would never free.
                 _free()
                 yield
             finally:
-                for tensor in self._tensors:
+                for tensor in tensors:
                     tensor.data = tensor.data.to(self._device)
-
-
-@contextmanager
-def base_aside(base: OneBase, device: torch.device) -> Iterator[None]:
-    """Context like `Parked.aside` for a base without an adapter, which no other thread reads inside."""
-    if device.type == "cpu":
-        yield
-        return
-    with ONE_AT_A_TIME:
-        read = base.is_read
-        with Parked(base.policy.transformer, device, staying=()).aside() if read else nullcontext():
-            yield

@@ -101,6 +101,8 @@ def test_single_files_load_in_diffusers(
             lora_formats.write(tmp_path / "it.safetensors", lora, family=family, form=form)
         return
     written = lora_formats.write(tmp_path / "it.safetensors", lora, family=family, form=form)
+    own = "diffusion_model." if family in ("qwen_image", "z_image") else "transformer."
+    assert all(name.startswith(own if form == "comfyui" else "lora_unet_") for name in load_file(written))
     apply_lora(pipeline, written)
     assert torch.equal(through(family, pipeline), expected)
 
