@@ -7,14 +7,13 @@ and raises Broken if the files contradict the guarantee.
 import argparse
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.error_text import first_line, parsed
@@ -204,13 +203,11 @@ def _masters(checkpoint: Checkpoint) -> str:
     masters, ranks = checkpoint.tensors["weights"], checkpoint.trainer.get(RANKS)
     if ranks is None:
         return weights_digest(masters)
-    whole = dict(masters)
-    return combine([weights_digest(_share(whole, ranks, rank)) for rank in range(ranks)])
-
-
-def _share(tensors: Mapping[str, Tensor], ranks: int, rank: int) -> dict[str, Tensor]:
-    rows = {name: shard_rows(len(tensor), ranks, rank) for name, tensor in tensors.items()}
-    return {name: tensor[rows[name].start : rows[name].stop] for name, tensor in tensors.items()}
+    shares = []
+    for rank in range(ranks):
+        rows = {name: shard_rows(len(tensor), ranks, rank) for name, tensor in masters.items()}
+        shares.append({name: tensor[rows[name].start : rows[name].stop] for name, tensor in masters.items()})
+    return combine([weights_digest(share) for share in shares])
 
 
 def _check_last_version(name: str, checkpoint: Checkpoint, run: RunFiles) -> None:

@@ -25,12 +25,18 @@ def check(path: Path) -> None:
         lora_file.weights_file(path)
 
 
+@torch.no_grad()
 def apply(pipeline: Any, path: Path) -> None:
     """Loads the trained weights at `path` into a diffusers pipeline. Raises ValueError if they do not fit."""
-    if is_whole(path):
-        put_on(pipeline, path)
-    else:
+    if not is_whole(path):
         apply_lora(pipeline, path)
+        return
+    state = pipeline.transformer.state_dict()
+    dtype = next(pipeline.transformer.parameters()).dtype
+    stored = StoredWeights(str(path.parent), dtype=dtype, folder=path.name)
+    check_fits(path, stored, state, all_of=True)
+    for name, tensor in state.items():
+        tensor.copy_(stored[name])
 
 
 CONFIG = "config.json"
@@ -68,17 +74,6 @@ def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel
 def is_whole(path: Path) -> bool:
     """Returns True if `path` is the folder of a whole transformer."""
     return (path / CONFIG).is_file() and any(path.glob(f"{FILE.removesuffix('.safetensors')}*"))
-
-
-@torch.no_grad()
-def put_on(pipeline: Any, folder: Path) -> None:
-    """Overwrites the transformer's weights in a diffusers pipeline. Raises ValueError if names or shapes differ."""
-    state = pipeline.transformer.state_dict()
-    dtype = next(pipeline.transformer.parameters()).dtype
-    stored = StoredWeights(str(folder.parent), dtype=dtype, folder=folder.name)
-    check_fits(folder, stored, state, all_of=True)
-    for name, tensor in state.items():
-        tensor.copy_(stored[name])
 
 
 _NAMED = re.compile(r"transformer\.(?P<module>.+)\.(lora_A|lora_B|lora\.down|lora\.up|lora_down|lora_up)\.weight")

@@ -42,16 +42,6 @@ def test_jsonl_columns(tmp_path: Path) -> None:
     assert load(path) == [Prompt(0, "a cat", "", "Paint.", "CAT", {"difficulty": 3})]
 
 
-def test_parquet_equals_jsonl(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "a cat", "negative_prompt": None, "system_prompt": "Paint.", "target": None, "source": "x"},
-        {"prompt": 'a mug "Hi"', "negative_prompt": "blur", "system_prompt": None, "target": None, "source": "y"},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert load(parquet(tmp_path / "rows.parquet", rows)) == load(tmp_path / "rows.jsonl")
-    assert load(tmp_path / "rows.parquet")[1].target == "Hi"
-
-
 def test_token_ids_stay_beside_the_text(tmp_path: Path) -> None:
     rows = [
         {"prompt": "a cat", "prompt_token_ids": [5, 6, 7], "negative_token_ids": None},
@@ -66,32 +56,11 @@ def test_token_ids_stay_beside_the_text(tmp_path: Path) -> None:
     assert [p.negative_wording("grey") for p in (cat, dog, Prompt(2, "", negative=""))] == ["grey", (0,), ""]
 
 
-def test_verl_messages_and_ground_truth(tmp_path: Path) -> None:
-    row = {
-        "prompt": [{"role": "system", "content": "Paint."}, {"role": "user", "content": "a poster"}],
-        "negative_prompt": [{"role": "user", "content": " "}],
-        "reward_model": {"style": "rule", "ground_truth": "HELLO"},
-    }
-    (prompt,) = load(parquet(tmp_path / "verl.parquet", [row]), needs_target=True)
-    assert (prompt.text, prompt.system, prompt.negative, prompt.target) == ("a poster", "Paint.", " ", "HELLO")
-
-
 def test_another_prompt_column(tmp_path: Path) -> None:
     path = parquet(tmp_path / "rows.parquet", [{"caption": "a cat"}])
     assert load(path, key="caption")[0].text == "a cat"
     with pytest.raises(PromptError, match=r"data.prompt_key must be one of caption, got 'captoin'; did you mean 'cap"):
         load(path, key="captoin")
-
-
-def test_evaluation_falls_back_to_the_training_prompts(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("a\nb\n")
-    (tmp_path / "test.txt").write_text("c\n")
-    both = DataConfig(train="train.txt", evaluation="test.txt")
-    alone = DataConfig(train="train.txt")
-    texts = [
-        [p.text for p in load_data(config, needs_target=False, base=tmp_path).evaluation] for config in (both, alone)
-    ]
-    assert texts == [["c"], ["a", "b"]]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
+from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
@@ -76,12 +77,13 @@ def test_images_are_the_pipelines(policy: Policy, pipeline: Any, family: str) ->
     assert images.std() > 10
 
 
-@pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
-def test_the_trainer_replays_a_trajectory(policy: Policy, family: str, cfg: float, kind: str) -> None:
+@pytest.mark.parametrize(("cfg", "kind", "size"), [(1.0, "sde", 32), (4.0, "cps", (32, 64))])
+def test_the_trainer_replays_a_trajectory(policy: Policy, family: str, cfg: float, kind: str, size: Resolution) -> None:
     """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row."""
-    sampling = how(family, cfg=cfg, sde_type=kind, noise_level=0.7)
-    found = DiffusersEngine(policy).generate([request(N, how=sampling)])[0].trajectory
-    assert found is not None
+    sampling = replace(how(family, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size)
+    made = DiffusersEngine(policy).generate([request(N, how=sampling)])[0]
+    found = made.trajectory
+    assert found is not None and made.images.shape == (N, *height_width(size), 3)
     _, negative = conditioning(policy)
     exact = replay(policy, found, sampling, negative, rows=N)
     assert torch.equal(exact, torch.zeros_like(exact))

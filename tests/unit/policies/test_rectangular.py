@@ -3,17 +3,14 @@
 import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.policies.registry import family_of
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from tests.support.families import NAMES, TEXT, conditioning, how, model_config
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import request, tensors
 
 SIZES: list[Resolution] = [(32, 64), (96, 32), (64, 96)]
 STEPS = 3
@@ -58,29 +55,3 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
             wrong = policy.velocity(start, sigmas[:1], positive, None, turned)
             assert (wrong - policy.velocity(start, sigmas[:1], positive, None, sampling)).abs().max() > 1e-3
     assert len(shifts) == (len(SIZES) if family in ("qwen_image", "flux") else 1)
-
-
-@pytest.mark.parametrize("family", NAMES)
-def test_pixels_and_a_replayed_rollout_of_a_rectangle(family: str, shared_models: SharedModels) -> None:
-    """The engine's images are the stock VAE's, row for row, and the trainer finds the recorded log-probs again."""
-    policy, size = shared_models.policy(family), (32, 64)
-    sampling = replace(how(family), resolution=size)
-    made = DiffusersEngine(policy).generate([request(2, how=sampling, noise_steps=(0, 1))])[0]
-    found = made.trajectory
-    assert found is not None and made.images.shape == (2, 32, 64, 3) and made.images.std() > 5
-    sigmas = torch.from_numpy(found.sigmas)
-    now, following = (torch.from_numpy(found.latents[:, place]) for place in (0, 1))
-    sigma, after = (sigmas[place].expand(2) for place in (0, 1))
-    with torch.no_grad():
-        velocity = policy.velocity(now, sigma, tensors(found.conditioning), None, sampling)
-    transition = sde.transition(
-        now,
-        velocity,
-        sigma,
-        after,
-        sigma_after_first=sigmas[1],
-        sde_type=sampling.sde_type,
-        noise_level=sampling.noise_level,
-    )
-    again = sde.log_prob(following, transition, sampling.sde_type).float()
-    assert np.array_equal(again.numpy(), found.log_probs[:, 0])
