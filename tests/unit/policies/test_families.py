@@ -21,7 +21,8 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import Sampling
 from tests.support.families import TEXT, N, adapted, conditioning, how, latents, model_config, pipeline_of, policy_of
-from tests.support.tiny import randomise, request, save_lora, tensors
+from tests.support.tiny import randomise, request, save_lora
+from tests.unit.rollout.trajectories import replay
 
 
 def denoised(policy: Policy, sampling: Sampling) -> Tensor:
@@ -92,29 +93,6 @@ def test_the_trainer_replays_a_trajectory(policy: Policy, family: str, cfg: floa
     if cfg > 1:
         wrong = replay(policy, found, replace(sampling, true_cfg_scale=3.0), negative, rows=N)
         assert wrong.abs().max() > 1e-4
-
-
-def replay(policy: Policy, found: Any, sampling: Sampling, negative: Any, *, rows: int) -> Tensor:
-    """Mean log-prob of each recorded transition under the trainer's forward minus the recorded one, [n, W] float64."""
-    sigmas, positive = torch.from_numpy(found.sigmas), tensors(found.conditioning)
-    x, ratios = torch.from_numpy(found.latents), []
-    for column, step in enumerate(found.train_steps):
-        values = []
-        for start in range(0, len(x), rows):
-            now, following = x[start : start + rows, step], x[start : start + rows, step + 1]
-            sigma, after = (sigmas[i].expand(len(now)) for i in (step, step + 1))
-            transition = sde.transition(
-                now,
-                policy.velocity(now, sigma, positive, negative, sampling),
-                sigma,
-                after,
-                sigma_after_first=sigmas[1],
-                sde_type=sampling.sde_type,
-                noise_level=sampling.noise_level,
-            )
-            values.append(sde.log_prob(following, transition, sampling.sde_type).float().detach())
-        ratios.append(torch.cat(values).double() - torch.from_numpy(found.log_probs[:, column]).double())
-    return torch.stack(ratios, dim=1)
 
 
 def test_every_adapted_layer_has_a_gradient_and_every_excluded_one_has_none(family: str) -> None:
