@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_flowrl.tickets.table import Refused, State, TicketTable
-from tests.unit.ticket_tables import digest, finish_step, publish, run_ticket, table
+from tests.unit.ticket_tables import digest, finish_step, opened, publish, run_ticket, started, table
 
 
 def test_nothing_runs_before_the_worker_has_acknowledged_the_version() -> None:
@@ -22,9 +22,7 @@ def test_nothing_runs_before_the_worker_has_acknowledged_the_version() -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 def test_version_zero_opens_exactly_k_plus_one_steps(k: int) -> None:
-    t = table(k=k, steps=10)
-    t.join("w")
-    publish(t, 0, "w")
+    t = opened(k=k, steps=10)
     steps = []
     while (ticket := t.next_for("w")) is not None:
         t.start(ticket, "w")
@@ -56,9 +54,7 @@ def test_a_worker_is_given_a_second_ticket_only_while_there_are_plenty() -> None
 
 
 def test_tickets_name_exactly_one_version_and_older_ones_stay_usable() -> None:
-    t = table(k=1, steps=5)
-    t.join("w")
-    publish(t, 0, "w")
+    t = opened(k=1, steps=5)
     for _ in range(2):
         run_ticket(t, "w")
     finish_step(t, 0)
@@ -73,9 +69,7 @@ def test_a_dead_workers_ticket_runs_again_and_a_late_result_counts_once() -> Non
     for worker in ("a", "b"):
         t.join(worker)
     publish(t, 0, "a", "b")
-    ticket = t.next_for("a")
-    assert ticket is not None
-    t.start(ticket, "a")
+    ticket = started(t, "a")
     assert t.lost_worker("a") == [ticket]
     assert ticket.state is State.PENDING
     assert t.next_for("a") is None
@@ -88,9 +82,7 @@ def test_a_dead_workers_ticket_runs_again_and_a_late_result_counts_once() -> Non
 
 
 def test_a_payload_lost_after_ready_goes_back_to_pending() -> None:
-    t = table()
-    t.join("w")
-    publish(t, 0, "w")
+    t = opened()
     ticket = run_ticket(t, "w")
     t.scored([ticket], (1.0,))
     assert ticket.state is State.READY
@@ -100,9 +92,7 @@ def test_a_payload_lost_after_ready_goes_back_to_pending() -> None:
 
 
 def test_groups_without_scores_are_skipped_and_counted() -> None:
-    t = table()
-    t.join("w")
-    publish(t, 0, "w")
+    t = opened()
     run_ticket(t, "w")
     run_ticket(t, "w")
     t.scored(t.group(0, 0), (1.0,))
@@ -114,9 +104,7 @@ def test_groups_without_scores_are_skipped_and_counted() -> None:
 
 
 def test_evaluation_has_its_own_slot_and_a_guaranteed_share() -> None:
-    t = table(k=1, groups=8)
-    t.join("w")
-    publish(t, 0, "w")
+    t = opened(k=1, groups=8)
     t.issue_evaluation(version=0, step=0, groups=2)
     first = t.next_for("w")
     assert first is not None and first.kind == "train"  # the evaluation slot is still empty

@@ -11,10 +11,23 @@ def table(k: int = 1, steps: int = 4, groups: int = 2, parts: int = 1) -> Ticket
     return TicketTable(Shape(parts, groups, steps, k))
 
 
-def run_ticket(t: TicketTable, worker: str) -> Ticket:
+def opened(k: int = 1, steps: int = 4, groups: int = 2) -> TicketTable:
+    """A table whose worker "w" holds version 0."""
+    t = table(k, steps, groups)
+    t.join("w")
+    publish(t, 0, "w")
+    return t
+
+
+def started(t: TicketTable, worker: str) -> Ticket:
     ticket = t.next_for(worker)
     assert ticket is not None
     t.start(ticket, worker)
+    return ticket
+
+
+def run_ticket(t: TicketTable, worker: str) -> Ticket:
+    ticket = started(t, worker)
     assert t.generated(ticket, version=ticket.version, digest=digest(ticket.version), payload=ticket.ordinal)
     return ticket
 

@@ -43,12 +43,6 @@ def test_constant_groups_are_exactly_zero(value: float, fields: dict[str, object
     assert [is_constant(group) for group in groups].count(True) * 2 == len(groups)
 
 
-def test_a_single_sample_has_advantage_zero() -> None:
-    for fields in ({}, {"global_std": True}, {"normalise": "none"}):
-        (result,) = compute_advantages({"r": [np.array([3.7])]}, AlgorithmConfig(**fields))
-        assert result.tolist() == [0.0]
-
-
 def test_weighted_sum_and_per_reward() -> None:
     rewards = {"ocr": [np.array([0.0, 1.0, 1.0])], "size": [np.array([100.0, 300.0, 500.0])]}
     weights = {"ocr": 2.0, "size": 0.01}

@@ -9,7 +9,7 @@ from torch import Tensor
 from checkpoint_engine import PROOF_VERSION, Publisher, Receiver, WeightsMismatch, binding_probe, proof_tensors
 from checkpoint_engine import check_binding as check
 from tests.support.live import live_digest
-from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, lora, modules_of, sealed
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, lora, modules_of
 
 Change = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 SQUARE = RANK
@@ -75,20 +75,6 @@ def test_b_zero_proves_nothing_and_is_refused() -> None:
     probe = binding_probe(modules_of(zero))
     with pytest.raises(WeightsMismatch, match=r"block.0 has output norm 0"):
         check(probe, probe)
-
-
-def test_version_zero_replaces_the_proof() -> None:
-    publisher, receiver = ends(lora())
-    publisher.stage(PROOF_VERSION, proof_tensors(publisher.layout, seed=0))
-    publisher.seal(PROOF_VERSION)
-    receiver.receive(*publisher.payload(PROOF_VERSION))
-    proof = receiver.activate("policy", PROOF_VERSION)
-    receiver.receive(*sealed(publisher, 0))
-    assert receiver.activate("policy", 0) != proof
-    assert all(torch.equal(receiver.tensors[n], t) for n, t in lora().items())
-    assert proof_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"].equal(
-        proof_tensors(publisher.layout, seed=0)["block.0.lora_A.weight"]
-    )
 
 
 def test_probing_leaves_the_global_generator_alone() -> None:

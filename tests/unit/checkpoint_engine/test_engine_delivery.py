@@ -34,18 +34,6 @@ def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
     run_virtual(main())
 
 
-def test_corrupted_transfers_are_sent_again_and_counted() -> None:
-    async def main() -> None:
-        rig = Rig()
-        await rig.join("a", failing(3))
-        await rig.delivery.publish(0)
-        await rig.delivery.drain()
-        assert rig.held("a") == [0] and rig.replaced == []
-        assert (rig.delivery.stats.retries, rig.delivery.stats.corrupt) == (3, 3)
-
-    run_virtual(main())
-
-
 @pytest.mark.parametrize(
     ("fault", "error", "attempts"),
     [

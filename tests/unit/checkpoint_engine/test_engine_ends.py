@@ -157,18 +157,6 @@ def test_other_tensors_of_the_layout_can_be_published() -> None:
         publisher.stage(5, proof | {"extra": torch.zeros(1)})
 
 
-def test_two_engines_live_in_one_process() -> None:
-    pairs = [ends(lora(seed)) for seed in (1, 2)]
-    digests = []
-    for publisher, receiver in pairs:
-        receiver.receive(*sealed(publisher, 0))
-        digests.append(receiver.activate("policy", 0))
-    assert digests[0] != digests[1]
-    assert [live_digest(receiver) for _, receiver in pairs] == digests
-    with pytest.raises(WeightsMismatch, match="twice with different contents"):
-        pairs[0][1].receive(*pairs[1][0].payload(0))
-
-
 def test_no_torn_versions_under_load() -> None:
     """A worker reads the live tensors at the start and end of its work while 100 publishes arrive beside it."""
     tensors = lora(width=256)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_engine import EVALUATION, RING, Ack, Delivery, Header, Publisher, Receiver, TransferFailed
+from checkpoint_engine import EVALUATION, RING, Ack, Delivery, Header, Publisher, Receiver
 from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch
@@ -69,7 +69,6 @@ class GroupEnd(End):
         self.link = link
         self.ready_after: dict[int, float] = {}
         self.evaluation_seconds = 0.0
-        self.fails: set[int] = set()
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
         if slot == EVALUATION:
@@ -83,8 +82,6 @@ class GroupEnd(End):
 
     async def accept(self, draft: Draft) -> Ack:
         await self.link.arrived(draft.version).wait()
-        if draft.version in self.fails:
-            raise TransferFailed("the bytes do not come")
         header, data = self.link.publisher.payload(draft.version)
         return self.receiver.receive(header, data)
 

@@ -60,22 +60,6 @@ def test_every_single_bit_matters(size: int) -> None:
     assert len(seen) == 2 + len(changed)
 
 
-def test_sign_flips_and_swaps_are_seen() -> None:
-    values = np.random.default_rng(0).standard_normal(1 << 14).astype(np.float32)
-    pairs = [(1, 3), (0, 2), (1, 2), (5, 9001)]
-    digests = {digest_span(values.view(np.uint8), 0)}
-    for i, j in pairs:
-        negated, swapped = values.copy(), values.copy()
-        negated[[i, j]] *= -1
-        swapped[[i, j]] = swapped[[j, i]]
-        digests |= {digest_span(negated.view(np.uint8), 0), digest_span(swapped.view(np.uint8), 0)}
-    for part in (slice(0, None, 2), slice(1, None, 2), slice(None)):
-        negated = values.copy()
-        negated[part] *= -1
-        digests.add(digest_span(negated.view(np.uint8), 0))
-    assert len(digests) == 1 + 2 * len(pairs) + 3
-
-
 def test_digest_is_the_same_on_every_machine() -> None:
     data = (np.arange((1 << 18) + 100) % 251).astype(np.uint8)
     assert digest_span(data, 512).hex() == "812c7ac75b054f472a41e53fb81c5eca"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checkpoint_engine import RING, Delivery, Header, Publisher, Receiver, TransferFailed
-from checkpoint_engine.base import leaders, parents
+from checkpoint_engine.base import parents
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from examples.checkpoint_engine.processes import ProcessSender, SharedPayload
 from tests.support.live import live_digest
@@ -65,10 +65,6 @@ def test_a_group_above_the_limit_has_one_member_per_node_and_everyone_gets_the_v
         assert delivery.stats.fallbacks == (4 if deaf else 0), "the sender serves whoever a leader fails"
 
     asyncio.run(asyncio.wait_for(main(), 240.0))
-
-
-def test_leaders_are_the_first_of_their_nodes() -> None:
-    assert leaders({"a": "n1", "b": "n0", "c": "n1"}) == ["a", "b"]
 
 
 @pytest.mark.parametrize("neighbours", [3, 40])
