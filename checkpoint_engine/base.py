@@ -145,7 +145,6 @@ class DeliveryStats:
     """Size of the published versions; a version counts once, not per receiver."""
     seconds: float = 0.0
     """Seconds from staged to acknowledged by all receivers."""
-    acknowledged: int = 0
     retries: int = 0
     corrupt: int = 0
     fallbacks: int = 0

@@ -28,11 +28,9 @@ from checkpoint_engine.transports import GLOO, make_link
 class Member:
     """Membership of one process in the group of each epoch. Any thread may call `abort` at any time."""
 
-    def __init__(
-        self, device: torch.device | str = "cpu", make: Callable[[str, torch.device], Link] = make_link
-    ) -> None:
-        """`device`: of versions; `cuda` is the calling thread's current GPU. `make(transport, device)` makes a Link."""
-        self._make, self._home = make, concrete(device)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """`device`: of versions; `cuda` is the calling thread's current GPU."""
+        self._home = concrete(device)
         self._device = self._home  # Device of the link's buffers.
         self._side: SideStream | None = None
         self.link: Link | None = None
@@ -76,7 +74,7 @@ class Member:
     def _meet(self, meeting: "Future[tuple[Link, list[Store]]]", epoch: Epoch, rank: int) -> None:
         link = None
         try:
-            link = self._make(epoch.transport, self._device)
+            link = self.new_link(epoch.transport)
             # A new connection, as that of an earlier epoch may still wait for a missing peer.
             store = TCPStore(epoch.host, epoch.port, None, False, epoch.setup, wait_for_workers=False)
             prefixed = PrefixStore(epoch.prefix, store)
@@ -90,6 +88,9 @@ class Member:
                 _beside("abort-group", link.abort)
         else:
             meeting.set_result((link, [store, prefixed]))
+
+    def new_link(self, transport: str) -> Link:
+        return make_link(transport, self._device)
 
     def _connect(self, link: Link, epoch: Epoch) -> None:
         # Broadcasts one byte, in which NCCL (since 2.22) connects its ranks. This may take as long as the rest of the
@@ -158,13 +159,8 @@ class CollectiveSender(Member):
 class CollectiveReceiver(Member):
     """Takes broadcasts for a Receiver, which verifies them; see ReceiverEndpoint."""
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        device: torch.device | str = "cpu",
-        make: Callable[[str, torch.device], Link] = make_link,
-    ) -> None:
-        super().__init__(device, make)
+    def __init__(self, receiver: Receiver, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
         self._receiver = receiver
 
     def ready(self, epoch: int, draft: Draft) -> None:

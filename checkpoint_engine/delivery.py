@@ -97,7 +97,6 @@ class ReceiverQueue:
         if ack != Ack(header.stream, header.version, header.digest, job.slot):
             sent = f"{header.stream} {header.version} ({header.digest[:12]}, {job.slot})"
             raise WeightsMismatch(f"{self.name} acknowledged {ack}, but was sent {sent}")
-        self._stats.acknowledged += 1
         job.settle(True)
         self._delivery.on_ack(self.name, ack)
 

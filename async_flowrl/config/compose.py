@@ -9,7 +9,7 @@ import functools
 import logging
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -68,9 +68,9 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
     """Returns what Hydra composes from a command line, with Hydra's own settings under `hydra`. Raises ConfigError."""
     written = with_replaced_terms(name, checked(name, overrides, folder), folder)
-    values = _composed(name.removesuffix(".yaml"), written, folder)
+    values = _composed(name, written, folder)
     if left_out := _left_out(values, written):
-        values = _composed(name.removesuffix(".yaml"), [*written, *left_out], folder)
+        values = _composed(name, [*written, *left_out], folder)
     return values
 
 
@@ -78,7 +78,7 @@ def for_hydra(name: str, overrides: Sequence[str], folder: Path | None = None) -
     """Returns the overrides with which Hydra itself composes what `composed` does, for a sweep too."""
     written = with_replaced_terms(name, overrides, folder)
     plain = [override for override in written if not parse(override).is_sweep_override()]
-    return [*written, *_left_out(_composed(name.removesuffix(".yaml"), plain, folder), written)]
+    return [*written, *_left_out(_composed(name, plain, folder), written)]
 
 
 def _left_out(values: DictConfig, written: Sequence[str]) -> list[str]:
@@ -127,17 +127,24 @@ def as_typed(override: str) -> str:
 
 def with_replaced_terms(name: str, overrides: Sequence[str], folder: Path | None = None) -> list[str]:
     """Adds deletions of the old terms before an override that replaces all terms of a reward. Raises ConfigError."""
-
-    def terms_of(key: str, others: Sequence[str]) -> list[str]:
-        return list(OmegaConf.select(_composed(name.removesuffix(".yaml"), others, folder), key) or {})
-
     written = list(overrides)
     for key in TERMS:
-        written = _replacing(key, written, terms_of)
+        parsed = [(text, parse(text)) for text in written]
+        below = [(text, override) for text, override in parsed if _under(key, override)]
+        whole = [text for text, override in below if override.key_or_group == key and _gives_terms(override)]
+        deleted, added = [], []
+        if whole:
+            plain = [(text, override) for text, override in parsed if not override.is_sweep_override()]
+            others = [text for text, override in plain if not any(_under(terms, override) for terms in TERMS)]
+            deleted = [f"~{key}.{term}" for term in OmegaConf.select(_composed(name, others, folder), key) or {}]
+            added = [f"+{key}={whole[-1].partition('=')[2]}"]
+        rest = [_added(key, override) for text, override in below if text not in (*whole, *deleted)]
+        written = [*(text for text, override in parsed if not _under(key, override)), *deleted, *added, *rest]
     return written
 
 
 def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
+    name = name.removesuffix(".yaml")
     # Hydra looks for the primary configuration in the first folder only.
     both = [config_dir(), *([folder.absolute()] if folder else [])]
     folders = sorted(both, key=lambda place: not (place / f"{name}.yaml").exists())
@@ -332,8 +339,6 @@ def _expected(key: str) -> str | None:
 # so that the configuration's terms would silently be trained as well. `+reward.terms.NAME={...}` adds a term,
 # `reward.terms.NAME.weight=2` changes one, `~reward.terms.NAME` removes one.
 TERMS = ("reward.terms", "evaluate.reward.terms")
-# A function (key, overrides) → names of the terms under the key in a configuration with these overrides.
-Terms = Callable[[str, Sequence[str]], Sequence[str]]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -342,24 +347,8 @@ def parse(override: str) -> Override:
     return parsed
 
 
-def _replacing(key: str, written: list[str], terms_of: Terms) -> list[str]:
-    parsed = [parse(text) for text in written]
-    below = [override for override in parsed if _under(key, override)]
-    if not below:
-        return written
-    others = [text for text, override in zip(written, parsed, strict=True) if override not in below]
-
-    def gives_terms(override: Override) -> bool:
-        return not override.is_delete() and (override.is_sweep_override() or isinstance(override.value(), dict))
-
-    whole = [override for override in below if override.key_or_group == key and gives_terms(override)]
-    if not whole:
-        return [*others, *(_added(key, override) for override in below)]
-    plain = [text for text, override in zip(written, parsed, strict=True)
-             if not any(_under(terms, override) for terms in TERMS) and not override.is_sweep_override()]  # fmt: skip
-    deleted = [f"~{key}.{name}" for name in terms_of(key, plain)]
-    rest = [_added(key, override) for override in below if override not in whole and override.input_line not in deleted]
-    return [*others, *deleted, f"+{key}={str(whole[-1].input_line).partition('=')[2]}", *rest]
+def _gives_terms(override: Override) -> bool:
+    return not override.is_delete() and (override.is_sweep_override() or isinstance(override.value(), dict))
 
 
 def _under(key: str, override: Override) -> bool:
@@ -371,7 +360,7 @@ def _added(key: str, override: Override) -> str:
     line, name = str(override.input_line), override.key_or_group.removeprefix(f"{key}.")
     if not (override.is_add() or override.is_force_add()) or "." in name or name == key:
         return line
-    if override.is_sweep_override() or not isinstance(override.value(), dict):
+    if override.is_sweep_override() or not _gives_terms(override):
         return line
     return f"+{key}={{{name}: {line.partition('=')[2]}}}"
 

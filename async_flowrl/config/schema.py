@@ -454,10 +454,6 @@ class TrainerConfig:
         return self.shard == "hybrid"
 
     @property
-    def in_one_replica(self) -> bool:
-        return self.cpu_offload or self.shard == "full"
-
-    @property
     def holds_all(self) -> bool:
         return self.shard == "none"
 

@@ -60,7 +60,8 @@ class AfterStep:
         await self._save(ctx, ctx.table.step)
         await self.checkpoints.written()
         due = [version for version in self._unevaluated(ctx) if version < ctx.config.total_steps]
-        if self._baseline_due(ctx):
+        evaluate = ctx.config.evaluate
+        if evaluate.baseline and self.records.log.baseline() is None and ctx.table.step == 0:
             await self.evaluations.start(ctx, 0, baselines=(True, False) if 0 in due else (True,))
             due = [version for version in due if version > 0]
         for version in due:
@@ -96,9 +97,6 @@ class AfterStep:
         if ctx.table.step == ctx.config.total_steps and self._lacking(ctx.config, ctx.config.total_steps):
             await self.evaluations.start(ctx, ctx.config.total_steps)
         await self.evaluations.drain()
-
-    def _baseline_due(self, ctx: Context) -> bool:
-        return ctx.config.evaluate.baseline and self.records.log.baseline() is None and ctx.table.step == 0
 
     def _unevaluated(self, ctx: Context) -> list[int]:
         """Returns the versions whose evaluation is due, not recorded and possible: their weights are still held."""

@@ -3,8 +3,8 @@
 shared/controller.py has those of processes that sample and train.
 """
 
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.endpoints import RolloutEndpoint
@@ -32,11 +32,9 @@ class SeparatePools:
         """Returns the seconds that a trainer rank may take for so many calls; a call trains a group or ends a step."""
         return self.config.deadlines.update * calls
 
-    @asynccontextmanager
-    async def time_for_tickets(self, worker: Worker, tickets: int, what: str) -> AsyncIterator[None]:
+    def time_for_tickets(self, worker: Worker, tickets: int, what: str) -> AbstractAsyncContextManager[None]:
         """Raises DeadlineExceeded, naming `what`, if the body waits too long for so many `tickets` of the worker."""
-        async with deadline(self.generate_seconds(tickets), what):
-            yield
+        return deadline(self.generate_seconds(tickets), what)
 
     def delivery_options(self, stream: str) -> DeliveryOptions:
         """Returns the options with which the versions of `stream` are delivered to the rollout workers."""

@@ -154,9 +154,6 @@ class PendingTickets:
             del self._ordinals[key]
 
 
-__all__ = ["EVALUATION", "FINAL", "TRAIN", "Held", "Refused", "Shape", "State", "Ticket", "TicketTable", "describe"]
-
-
 # A worker of several that is busy gets a further ticket only if at least this many tickets per worker wait.
 MIN_WAITING_PER_WORKER = 2
 

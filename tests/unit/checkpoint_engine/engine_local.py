@@ -29,7 +29,8 @@ class Local:
         self, receiver: Receiver, name: str, link: Callable[[], TorchLink] = lambda: TorchLink("gloo")
     ) -> None:
         self.receiver, self.name = receiver, name
-        self.group = CollectiveReceiver(receiver, make=lambda transport, device: link())
+        self.group = CollectiveReceiver(receiver)
+        self.group.new_link = lambda transport: link()  # type: ignore[method-assign]
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
         return await asyncio.to_thread(self.receiver.receive, header, read(payload.reference), slot)

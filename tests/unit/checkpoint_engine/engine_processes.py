@@ -72,10 +72,10 @@ def receiving(
     zeros = {name: torch.zeros_like(tensor) for name, tensor in lora(**shape).items()}
     receiver = Receiver(zeros, alpha=ALPHA, rank=RANK, capacity=capacity)
     group = None
-    if fault:
-        group = CollectiveReceiver(receiver, make=lambda transport, device: FaultyLink(fault))
-    elif transport != "object_store":
+    if fault or transport != "object_store":
         group = CollectiveReceiver(receiver)
+        if fault:
+            group.new_link = lambda transport: FaultyLink(fault)  # type: ignore[method-assign]
     with serve(connections, receiver, group=group), contextlib.suppress(EOFError):
         while True:
             results.send(_answer(receiver, *results.recv()))

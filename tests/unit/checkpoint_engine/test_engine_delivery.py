@@ -27,7 +27,7 @@ def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
         assert asyncio.get_running_loop().time() == 0.0 and rig.acks == []
         await rig.delivery.drain()
         assert sorted(rig.acks) == [("a", 0, "ring"), ("b", 0, "ring")]
-        assert (rig.delivery.stats.publishes, rig.delivery.stats.acknowledged) == (1, 2)
+        assert rig.delivery.stats.publishes == 1
         assert rig.delivery.stats.seconds == pytest.approx(0.1)
         await rig.delivery.close()
 
