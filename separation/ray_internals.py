@@ -4,8 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import ray
 from ray._private import worker as driver
@@ -26,10 +25,10 @@ def draining() -> dict[str, float]:
     return {node: max(0.0, at / 1000 - now) if at else math.inf for node, at in deadlines.items()}
 
 
-def free_by_node(nodes: Sequence[Mapping[str, Any]] | None = None) -> list[Resources]:
-    """Returns the free resources of each living node (`nodes`: entries of `ray.nodes()`); all, before its report."""
-    free, nodes = available_resources_per_node(), ray.nodes() if nodes is None else nodes
-    return [free.get(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
+def free_by_node() -> list[Resources]:
+    """Returns the free resources of each living node; all that it has, before its first report."""
+    free = available_resources_per_node()
+    return [free.get(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
 def gpus_here() -> float:

@@ -35,7 +35,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.scoring_pools import TRAINER
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.memory.footprints import GIB
-from async_flowrl.observability.terminal import refuse
+from async_flowrl.observability.terminal import refuse, say
 from async_flowrl.rewards.model_weights import check_package
 from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 from async_flowrl.run.job import first_cause, refused
@@ -94,14 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = two_steps(options, config)
     answer = "can start here" if good else "cannot start here"
     more = "with --config-name or key=value: whether that configuration can start here"
-    sys.stdout.write(f"this configuration {answer}\n" if configured else f"{more}\n")
+    say(f"this configuration {answer}\n" if configured else f"{more}\n")
     return exit_codes.OK if good else exit_codes.ERROR
 
 
 def finding(status: str, name: str, sentence: str) -> bool:
     """Prints a line on a check, and returns whether it has not failed."""
-    sys.stdout.write(f"  {status:8} {name}: {sentence}\n")
-    sys.stdout.flush()
+    say(f"  {status:8} {name}: {sentence}\n")
     return status != FAILED
 
 

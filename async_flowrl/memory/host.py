@@ -36,7 +36,7 @@ KEPT_BY_RANK = 4
 class NodeProcesses:
     address: str
     memory: NodeMemory
-    workers: Mapping[str, tuple[int, ...]]  # Pool → indices of its workers there.
+    workers: dict[str, list[int]]  # Pool → indices of its workers there.
 
 
 def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True) -> int:

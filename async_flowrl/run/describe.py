@@ -11,7 +11,7 @@ from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.observability.terminal import named_lines
 from async_flowrl.run.nodes import LABEL_CHARACTERS
-from async_flowrl.run.pools import pools
+from async_flowrl.run.pools import outline
 from async_flowrl.run.prepare import Prepared, doubts_of
 from async_flowrl.tickets.arithmetic import shape, stored_bytes
 
@@ -95,10 +95,8 @@ def model_of(prepared: Prepared) -> str:
 
 def devices(prepared: Prepared) -> str:
     config = prepared.config
-    there = gpus(config)
-    clauses = [
-        f"{spec.name} {spec.size} × {seat(spec.gpus_per_worker, spec.threads, there)}" for spec in pools(prepared)
-    ]
+    there, pools = gpus(config), outline(config)
+    clauses = [f"{pool.name} {pool.size} × {seat(pool.gpus_per_worker, pool.threads, there)}" for pool in pools]
     where = "this machine" if config.runtime.address is None else f"cluster {config.runtime.address}"
     where = "threads of this process" if config.runtime.in_threads else where
     return f"{', '.join(clauses)}{placement_of(config).note} ({where})"

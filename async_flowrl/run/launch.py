@@ -12,7 +12,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError, nccl_obstacle
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.schema import Config
-from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, is_scoring_pool, scoring_pools
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, is_scoring_pool
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.trainer import TrainerGroup
@@ -22,7 +22,7 @@ from async_flowrl.observability.console import console_of
 from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
-from async_flowrl.run.nodes import look_at_nodes
+from async_flowrl.run.nodes import look_at_nodes, quick_lane
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes
@@ -222,16 +222,13 @@ async def lay_out(
 async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> dict[str, int]:
     # Rollout workers of vllm_omni are left out, because they start CUDA in processes of their own and plan their memory
     # themselves.
-    gpus_of = {TRAINER: config.trainer.gpus_per_worker, ROLLOUT: config.rollout.gpus_per_worker}
-    gpus_of |= {pool.name: pool.gpus_per_worker for pool in scoring_pools(config)}
-    if config.rollout.engine == "vllm_omni":
-        del gpus_of[ROLLOUT]
     memory: dict[str, int] = {}
-    for pool in (name for name, gpus in gpus_of.items() if gpus > 0):
-        lane = "main" if is_scoring_pool(pool) else "control"
-        calls = (
-            worker.call("async_flowrl.observability.flops:total_memory", lane=lane) for worker in groups[pool].workers
-        )
+    for pool, group in groups.items():
+        planned = is_scoring_pool(pool) or pool == TRAINER or (pool == ROLLOUT and config.rollout.engine != "vllm_omni")
+        if not planned or group.spec.gpus_per_worker == 0:
+            continue
+        lane = quick_lane(group.spec)
+        calls = (worker.call("async_flowrl.observability.flops:total_memory", lane=lane) for worker in group.workers)
         sizes = [size for size in await asyncio.gather(*calls) if size is not None]
         if sizes:
             memory[pool] = min(sizes)

@@ -128,25 +128,20 @@ async def check_memory(
         logger.warning("the nodes' memory is not compared with a plan: %s", why)
 
 
-async def look_at(groups: Mapping[str, WorkerGroup]) -> tuple[NodeProcesses, ...]:
+async def look_at(groups: Mapping[str, WorkerGroup]) -> list[NodeProcesses]:
     """Returns the nodes of all workers, each with its memory as the first of its workers sees it."""
     # Workers are on one node if they have one address, one host name and the same control groups.
     calls = [
-        (name, worker, quick_lane(group.spec))
-        for name, group in sorted(groups.items(), key=lambda item: item[0] != TRAINER)
+        (worker, quick_lane(group.spec))
+        for _, group in sorted(groups.items(), key=lambda item: item[0] != TRAINER)
         for worker in group.workers
     ]
-    answers: list[NodeMemory] = await together(*(worker.call(MEMORY, lane=lane) for _, worker, lane in calls))
-    memory: dict[tuple[str, str, str], NodeMemory] = {}
-    workers: dict[tuple[str, str, str], dict[str, list[int]]] = {}
-    for (name, worker, _), report in zip(calls, answers, strict=True):
-        node = worker.node, report.host, report.place
-        memory.setdefault(node, report)
-        workers.setdefault(node, {}).setdefault(name, []).append(worker.index)
-    return tuple(
-        NodeProcesses(node[0], memory[node], {name: tuple(of) for name, of in pools.items()})
-        for node, pools in workers.items()
-    )
+    answers: list[NodeMemory] = await together(*(worker.call(MEMORY, lane=lane) for worker, lane in calls))
+    nodes: dict[tuple[str, str, str], NodeProcesses] = {}
+    for (worker, _), report in zip(calls, answers, strict=True):
+        node = nodes.setdefault((worker.node, report.host, report.place), NodeProcesses(worker.node, report, {}))
+        node.workers.setdefault(worker.pool, []).append(worker.index)
+    return [*nodes.values()]
 
 
 def quick_lane(spec: PoolSpec) -> str:

@@ -10,7 +10,6 @@ import checkpoint_engine
 from tests.nodes.pretended_nodes import Nodes
 
 pytestmark = [pytest.mark.nodes, pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(1800)]
-FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
 SECONDS = 600.0
 
 

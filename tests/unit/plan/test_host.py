@@ -43,9 +43,9 @@ def sizes(given: Config) -> Sizes:
     return stored_sizes(given, STORED, 2)
 
 
-def node(total: float, free: float | None = None, **workers: tuple[int, ...]) -> NodeProcesses:
+def node(total: float, free: float | None = None, **workers: list[int]) -> NodeProcesses:
     """A node with so many bytes; without `workers` all of them are on it, and one for rewards."""
-    there = workers or {"trainer": (0, 1), "rollout": (0, 1), "reward/color": (0,)}
+    there = workers or {"trainer": [0, 1], "rollout": [0, 1], "reward/color": [0]}
     memory = NodeMemory("a", round(total), round(total if free is None else free))
     return NodeProcesses("10.0.0.1", memory, there)
 
@@ -70,7 +70,7 @@ def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None
 
 def test_in_shares_every_rank_copies_its_own_and_the_first_one_sends() -> None:
     copy = (12 * ELEMENTS + 2 * VERSION) // 2
-    assert needed(config("trainer.shard=full"), node(1e12, trainer=(0, 1))) == [VERSION + copy, copy]
+    assert needed(config("trainer.shard=full"), node(1e12, trainer=[0, 1])) == [VERSION + copy, copy]
     planned = config("trainer.shard=full")
     assert host_bytes(planned, sizes(planned)) == 3 * VERSION, "newest, gathered, gathered once more"
     assert rank_bytes(planned, sizes(planned), on_gpu=True, sends=False) == 0
@@ -79,19 +79,19 @@ def test_in_shares_every_rank_copies_its_own_and_the_first_one_sends() -> None:
 @pytest.mark.parametrize(("where", "aside"), [("resident", 0), ("offload", 2 * TEXT), ("cached", VERSION)])
 def test_text_encoders_that_share_a_gpu_take_turns_from_host_memory(where: str, aside: int) -> None:
     given = config(f"rollout.text_encoder={where}")
-    assert needed(given, node(1e12, rollout=(0,))) == [2 * VERSION + aside]
+    assert needed(given, node(1e12, rollout=[0])) == [2 * VERSION + aside]
 
 
 def test_a_process_that_samples_and_trains_is_counted_once() -> None:
     given = config("placement=shared", "max_staleness=0", "mode=stream")
-    both = needed(given, node(1e12, trainer=(0, 1), rollout=(0, 1)))
+    both = needed(given, node(1e12, trainer=[0, 1], rollout=[0, 1]))
     assert both == [VERSION + 12 * ELEMENTS + VERSION + VERSION, VERSION]
 
 
 def test_on_a_cpu_everything_is_in_host_memory() -> None:
     """Masters, gradient, moments, sums, the network, and versions of the weights."""
     by_parameter = 2 + 4 + 4 + 8 + 2 * 8 + (2 + 2) * 2
-    assert needed(config(), node(1e12, trainer=(1,)), gpus=False) == [by_parameter * ELEMENTS]
+    assert needed(config(), node(1e12, trainer=[1]), gpus=False) == [by_parameter * ELEMENTS]
     given, small = config(), replace(STORED, transformer={"blocks.0.a": 300_000_000})
     model = stored_sizes(given, small, 2)
     assert ring_bytes(given, model) == 4 * pinned_bytes(model.version_bytes)
