@@ -39,18 +39,15 @@ class Reservation:
     apart: bool = False  # True if each bundle must be on a different node.
 
 
-def device_resources(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    """Returns the device that a worker of the pool needs, as a Ray resource; empty if it needs or finds none."""
-    # Without GPUs it is the custom resource of the pool's name (`own_cluster`), if that exists.
-    if spec.gpus_per_worker <= 0:
-        return {}
-    if exists.get("GPU", 0) > 0:
-        return {"GPU": spec.gpus_per_worker}
-    return {spec.name: 1.0} if exists.get(spec.name, 0) > 0 else {}
-
-
 def needs_of(spec: PoolSpec, exists: Resources) -> dict[str, float]:
-    return {"CPU": 1.0, **device_resources(spec, exists)}
+    """Returns what a worker of the pool needs, as Ray resources: a CPU, and its device if it needs and finds one."""
+    # Without GPUs the device is the custom resource of the pool's name (`own_cluster`), if that exists.
+    needs = {"CPU": 1.0}
+    if spec.gpus_per_worker > 0 and exists.get("GPU", 0) > 0:
+        needs["GPU"] = spec.gpus_per_worker
+    elif spec.gpus_per_worker > 0 and exists.get(spec.name, 0) > 0:
+        needs[spec.name] = 1.0
+    return needs
 
 
 def reserve(pools: Sequence[PoolSpec], exists: Resources) -> list[Reservation]:

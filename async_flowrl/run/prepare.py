@@ -36,7 +36,7 @@ from async_flowrl.rewards.registry import (
 from async_flowrl.rewards.served import term_key
 from async_flowrl.rollout.vllm_omni.engine_settings import check_model
 from async_flowrl.run.precheck import CheckedConfig
-from async_flowrl.tickets.arithmetic import check_batching, shape
+from async_flowrl.tickets.arithmetic import check_batching
 from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling
 from async_flowrl.types import Sampling
 
@@ -89,7 +89,6 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         config: Config = checked
         algorithm = build_algorithm(config)
         check_batching(config)
-        check_tickets_per_batch(config)
         needs_target = check_rewards(config.reward)
         check = prompt_check(config.reward)
         data = load_data(config.data, needs_target=needs_target, check=check)
@@ -159,15 +158,6 @@ def check_patience(config: Config) -> None:
                 f"{term_key(config, name)}.options.deadline={seconds:g} must be at most "
                 f"deadlines.score={config.deadlines.score:g}, after which the run gives the group up"
             )
-
-
-def check_tickets_per_batch(config: Config) -> None:
-    size, tickets = config.rollout.tickets_per_batch, shape(config).tickets_per_step
-    if size > tickets:
-        raise ValueError(
-            f"rollout.tickets_per_batch={size}, but a step has {tickets} tickets, and a batch never spans two steps: "
-            f"set at most {tickets}, or ticket_size smaller"
-        )
 
 
 def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sampling | None, *, whole: bool) -> None:

@@ -61,6 +61,12 @@ def check_batching(config: Config) -> None:
             f"hand_over=stream makes one optimizer step per batch, so trainer.updates_per_batch must be 1, "
             f"got {trainer.updates_per_batch}"
         )
+    batch, tickets = config.rollout.tickets_per_batch, shape(config).tickets_per_step
+    if batch > tickets:
+        raise ValueError(
+            f"rollout.tickets_per_batch={batch}, but a step has {tickets} tickets, and a batch never spans two "
+            f"steps: set at most {tickets}, or ticket_size smaller"
+        )
 
 
 def _divides(whole: str, count: int, part: str, size: int) -> None:

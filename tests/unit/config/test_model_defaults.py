@@ -15,7 +15,6 @@ from async_flowrl.config.models import PIPELINES
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import FAMILIES
-from async_flowrl.run.prepare import check_tickets_per_batch
 from async_flowrl.tickets.arithmetic import check_batching
 
 KEYS = {
@@ -106,7 +105,6 @@ def refusal(words: list[str]) -> str | None:
         check(config)
         build_algorithm(config)
         check_batching(config)
-        check_tickets_per_batch(config)
     except (ConfigError, ValueError) as error:
         return str(error)
     return None
