@@ -182,7 +182,7 @@ class Delivery:
         broadcast: CollectiveBroadcast | None = None,
         on_ack: Callable[[str, Ack], None] = lambda name, ack: None,
     ) -> None:
-        """`replace(name, error)` is awaited after a receiver was given up; `join` must then add its successor."""
+        """`replace(name, error)` is awaited after a receiver was given up; `join` must then add its replacement."""
         self.stats = DeliveryStats()
         self._sender, self._replace, self._broadcast, self.on_ack = sender, replace, broadcast, on_ack
         self.options = options or DeliveryOptions()

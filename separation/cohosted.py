@@ -1,7 +1,7 @@
 """Pools that share their processes: a process hosts one object, and each pool sees one attribute of it as its worker.
 
 A process has a worker name in each pool, such as `rollout-0` and `trainer-0`. When it dies, its workers in all pools
-are dead; the first request to replace one replaces the process, and the other pools get the same successor.
+are dead; the first request to replace one replaces the process, and the other pools get the same replacement.
 """
 
 import asyncio
@@ -60,8 +60,8 @@ class SubWorker:
             raise WorkerFailed(self.name, method, error.kind, error.message, error.remote_traceback) from error
 
 
-class Successors:
-    """Processes of a shared pool and their successors; a dead process is replaced once, however many pools ask."""
+class Replacements:
+    """Processes of a shared pool and their replacements; a dead process is replaced once, however many pools ask."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -70,7 +70,7 @@ class Successors:
         self._watches = {worker.name: self._watch(worker) for worker in group.workers}
 
     async def of(self, before: Worker) -> Worker:
-        """Returns the successor of the process `before`, which is killed if it still lives."""
+        """Returns the replacement of the process `before`, which is killed if it still lives."""
         # It is the process that was started last at this index if that one is another and lives; otherwise the pool
         # starts a new one. If a waiting caller is cancelled, the replacement goes on for the others.
         index = before.index
@@ -78,7 +78,7 @@ class Successors:
             present = self._built[index]
             if present is not before and not self._watches[present.name].done():
                 return present
-            task = asyncio.create_task(self._replace(index), name=f"the successor of {present.name}")
+            task = asyncio.create_task(self._replace(index), name=f"the replacement of {present.name}")
             task.add_done_callback(lambda ended: _forgotten(self._replacing, index, ended))
             self._replacing[index] = task
         return await asyncio.shield(self._replacing[index])
@@ -111,30 +111,30 @@ def _forgotten(tasks: dict[int, "asyncio.Task[Worker]"], index: int, ended: "asy
 
 
 class SubGroup:
-    def __init__(self, successors: Successors, pool: str, lanes: Mapping[str, str]) -> None:
-        processes = successors.group
+    def __init__(self, replacements: Replacements, pool: str, lanes: Mapping[str, str]) -> None:
+        processes = replacements.group
         self.spec = replace(processes.spec, name=pool, lanes=tuple(lane for lane in lanes if lane != "main"))
         self.growth: Growth | None = None
-        self._successors, self._lanes = successors, lanes
+        self._replacements, self._lanes = replacements, lanes
         self.workers: list[Worker] = [SubWorker(process, pool, lanes) for process in processes.workers]
 
     async def replace(self, index: int) -> Worker:
-        """Returns the worker's successor; starts no process if another pool has had one started that lives."""
-        return self._seat(await self._successors.of(self._process(index)))
+        """Returns the worker's replacement; starts no process if another pool has had one started that lives."""
+        return self._seat(await self._replacements.of(self._process(index)))
 
     def follow(self, index: int) -> Worker:
         """Returns the present worker at `index`, also if another pool had its process replaced; replaces nothing."""
-        present = self._successors.present(index)
+        present = self._replacements.present(index)
         return self.workers[index] if present is self._process(index) else self._seat(present)
 
     def _process(self, index: int) -> Worker:
         return cast("SubWorker", self.workers[index]).process  # Such a pool has a fixed size.
 
     async def fetch(self, ref: Ref) -> Any:
-        return await self._successors.group.fetch(ref)
+        return await self._replacements.group.fetch(ref)
 
     async def close(self) -> None:
-        await self._successors.group.close()
+        await self._replacements.group.close()
 
     def _seat(self, process: Worker) -> Worker:
         self.workers[process.index] = SubWorker(process, self.spec.name, self._lanes)
@@ -144,8 +144,8 @@ class SubGroup:
 @asynccontextmanager
 async def sub_groups(group: WorkerGroup, sub_pools: SubPools) -> AsyncIterator[dict[str, SubGroup]]:
     """Context that splits `group` into pools that share its processes; yields pool name → worker group."""
-    successors = Successors(group)
+    replacements = Replacements(group)
     try:
-        yield {pool: SubGroup(successors, pool, lanes) for pool, lanes in sub_pools.items()}
+        yield {pool: SubGroup(replacements, pool, lanes) for pool, lanes in sub_pools.items()}
     finally:
-        await successors.settle()
+        await replacements.settle()

@@ -42,7 +42,7 @@ class RefLost(RuntimeError):
 
 
 class NoSeat(RuntimeError):
-    """Raised if a worker of an elastic pool is lost and no node has room for its successor now."""
+    """Raised if a worker of an elastic pool is lost and no node has room for its replacement now."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PoolSpec:
 
 
 class Worker(Protocol):
-    name: str  # `<pool>-<index>` for the first worker with this index, `<pool>-<index>.<n>` for its n-th successor.
+    name: str  # `<pool>-<index>` for the first worker with this index, `<pool>-<index>.<n>` for its n-th replacement.
     pool: str
     index: int
     pid: int
@@ -158,11 +158,10 @@ class WorkerGroup(Protocol):
     growth: Growth | None  # None if the pool's size is fixed.
 
     async def replace(self, index: int) -> Worker:
-        """Kills worker `index`, waits until it has ended, and returns its successor, which is built and in the pool.
+        """Kills worker `index`, waits until it has ended, and returns its replacement, which is built and in the pool.
 
-        The successor takes the same place, in an elastic pool any free seat. Raises NoSeat if an elastic pool has no
-        free seat, WorkerDied, WorkerFailed or OtherCode if the successor can't be built, DeadlineExceeded if that takes
-        too long.
+        The replacement takes the same place, in an elastic pool any free seat. Raises NoSeat if an elastic pool has no
+        free seat, WorkerDied, WorkerFailed or OtherCode if it can't be built, DeadlineExceeded if that takes too long.
         """
 
     async def fetch(self, ref: Ref) -> Any:

@@ -47,7 +47,8 @@ DEATHS = (
 POLL_SECONDS = 1.0  # Interval of the checks for new seats and for nodes that will end.
 # Time in which a starting pool looks for more seats than its smallest size needs. Later seats are used later.
 START_SECONDS = 2.0
-SUCCESSOR_SECONDS = 10.0  # Time that the successor of a lost worker waits for a seat; then the pool goes on without it.
+# Time that the replacement of a lost worker waits for a seat; then the pool goes on without it.
+REPLACEMENT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Seats:
         self._needs, self._most, self._reserved = dict(needs), most, reserved
         self._occupied: list[PlacementGroup] = []
         self._waiting: list[PlacementGroup] = []
-        # Number of lost workers whose successors wait for a seat; they get one before new workers do.
-        self._successors = 0
+        # Number of lost workers whose replacements wait for a seat; they get one before new workers do.
+        self._replacements = 0
         self._lane, self._one_asks = Lane("seats"), asyncio.Lock()
 
     def adopt(self, group: PlacementGroup) -> ReservedSeat:
@@ -87,23 +88,23 @@ class Seats:
         return seats
 
     async def next(self) -> ReservedSeat:
-        """Waits for a seat for one more worker, takes it and returns it. Successors of lost workers come first."""
+        """Waits for a seat for one more worker, takes it and returns it. Replacements of lost workers come first."""
         while True:
-            if not self._successors and (seat := await self._look()) is not None:
+            if not self._replacements and (seat := await self._look()) is not None:
                 return seat
             await asyncio.sleep(POLL_SECONDS)
 
-    async def successor(self, old: ReservedSeat) -> ReservedSeat:
-        """Gives a lost worker's seat back, then takes a free one, perhaps the same; NoSeat after SUCCESSOR_SECONDS."""
-        self._successors += 1
-        end = asyncio.get_running_loop().time() + SUCCESSOR_SECONDS
+    async def replacement(self, old: ReservedSeat) -> ReservedSeat:
+        """Gives a lost worker's seat back and takes a free one, perhaps the same; NoSeat after REPLACEMENT_SECONDS."""
+        self._replacements += 1
+        end = asyncio.get_running_loop().time() + REPLACEMENT_SECONDS
         try:
             await self.give_back(old)
             if (seat := await self._until(end)) is None:
-                raise NoSeat(f"no node has had a seat for {SUCCESSOR_SECONDS:g} s")
+                raise NoSeat(f"no node has had a seat for {REPLACEMENT_SECONDS:g} s")
             return seat
         finally:
-            self._successors -= 1
+            self._replacements -= 1
 
     async def _until(self, end: float) -> ReservedSeat | None:
         while (seat := await self._look()) is None and asyncio.get_running_loop().time() <= end:  # noqa: ASYNC110
@@ -291,7 +292,7 @@ class RayWorker:
 
 
 class RayGroup:
-    """A pool of RayWorkers; a worker's successor takes the same seat. One with `seats` is elastic, and its `growth`."""
+    """A pool of RayWorkers; a replacement takes its worker's seat. One with `seats` is elastic, and its `growth`."""
 
     def __init__(
         self,
@@ -325,7 +326,7 @@ class RayGroup:
         async with deadline(self._start_deadline, f"replacing {old.name}"):
             await old.gone()
             if self.growth is not None:
-                self._reserved[index] = await self._seats.successor(self._reserved[index])
+                self._reserved[index] = await self._seats.replacement(self._reserved[index])
             self._incarnations[index] += 1
             fresh = self._hosts[index] = self._create(index)
             self.workers[[worker.index for worker in self.workers].index(index)] = fresh

@@ -123,7 +123,7 @@ class Context:
     # Returns True if the run must end after the current step, with a checkpoint (e.g. SIGTERM or time_limit).
     stop_requested: Callable[[], bool] = lambda: False
     servers: RewardServers = field(default_factory=RewardServers)
-    # Pool of a held-out term, a worker of which had no successor → the reason. Its term has no more scores.
+    # Pool of a held-out term, a worker of which had no replacement → the reason. Its term has no more scores.
     lost_pools: dict[str, str] = field(default_factory=dict)
     # The rollout workers that must leave the pool, e.g. because their node ends.
     draining: DrainingWorkers = field(default_factory=DrainingWorkers)

@@ -23,8 +23,8 @@ from separation.supervise import DeadlineExceeded, together
 
 # Errors of a call after which a rollout worker counts as lost: it is killed and replaced.
 LOST = (WorkerDied, DeadlineExceeded)
-# Errors of a successor that cannot serve. An elastic pool goes on without the successor, because its node may be the
-# reason; in a pool of fixed size the error ends the run.
+# Errors of a replacement that cannot serve. An elastic pool goes on without it, because its node may be the reason; in
+# a pool of fixed size the error ends the run.
 UNFIT = (WorkerFailed, StartError, OtherCode)
 # Pause before the second lost worker in a row is replaced. The pause before the n-th is 2^(n-1) - 1 times as long;
 # there is none before the first.
@@ -63,7 +63,7 @@ async def dispatch(ctx: Context) -> None:
 async def serve(ctx: Context, index: int, free: Free, tasks: asyncio.TaskGroup) -> None:
     """Gives tickets to the worker of one slot and replaces it when it is lost, until the slot ends.
 
-    The slot ends if its node is drained, or if no node of an elastic pool has a seat for a successor. Raises the last
+    The slot ends if its node is drained, or if no node of an elastic pool has a seat for a replacement. Raises the last
     error after more than `limits.workers_lost_in_a_row` losses, and SenderLost, SenderFailed or SenderLate.
     """
     slot = filled(ctx, seated(ctx.rollout, index), tasks)
@@ -199,10 +199,10 @@ async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[
 
 
 async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pause: float) -> Worker:
-    """Kills a lost worker, makes its tickets PENDING, and returns its successor with proven weights, after `pause`
+    """Kills a lost worker, makes its tickets PENDING, and returns its replacement with proven weights, after `pause`
     seconds.
 
-    Raises NoSeat if an elastic pool gets no successor (in a pool of fixed size: the error of `UNFIT`), and SenderLost,
+    Raises NoSeat if an elastic pool gets none (in a pool of fixed size: the error of `UNFIT`), and SenderLost,
     SenderFailed or SenderLate.
     """
     dead = seated(ctx.rollout, index)
@@ -222,7 +222,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
         if ctx.rollout.growth is None:
             raise
         refuse(ctx, seated(ctx.rollout, index).name, error)
-        raise NoSeat(f"its successor cannot serve: {error}") from error
+        raise NoSeat(f"its replacement cannot serve: {error}") from error
     return fresh
 
 

@@ -174,7 +174,7 @@ async def score_once(
 async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -> None:
     """Records the failure of a call as an event; a worker that has died or exceeded its deadline is replaced.
 
-    A pool for evaluations alone that gets no successor is lost, and the run goes on.
+    A pool for evaluations alone that gets no replacement is lost, and the run goes on.
     """
     worker = ctx.rewards[pool].workers[index]
     ctx.observer.event("fault", worker=worker.name, kind=type(error).__name__, message=str(error))
@@ -187,5 +187,5 @@ async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -
     except FAILURES as reason:
         if is_reward_pool(pool):
             raise
-        ctx.lost_pools[pool] = f"its worker had no successor: {type(reason).__name__}: {reason}"
+        ctx.lost_pools[pool] = f"its worker had no replacement: {type(reason).__name__}: {reason}"
         ctx.observer.event("fault", worker=worker.name, kind="PoolLost", message=ctx.lost_pools[pool])

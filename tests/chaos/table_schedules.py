@@ -97,7 +97,7 @@ class TableSchedule:
             self.table.scored(group, (0.0,))
 
     def die(self, name: str) -> None:
-        """The worker is gone; what it had sent before may still arrive. Its successor gets what live tickets name."""
+        """The worker is gone; what it had sent before may still arrive. Its replacement gets what live tickets name."""
         if self.rng.random() < 0.08:
             self.counts["deaths"] += 1
             self.counts["deaths with work"] += bool(self.table.lost_worker(name))

@@ -59,10 +59,10 @@ def test_a_stopped_process_is_killed_before_its_place_is_reused(rays: Bench) -> 
         with pytest.raises(DeadlineExceeded):
             async with deadline(0.5, "a call to a stopped process"):
                 await hung.call("hello")
-        successor = await bench.toys.replace(1)
+        replacement = await bench.toys.replace(1)
         assert not alive(process)
-        assert successor.pid != hung.pid
-        assert await successor.call("hello")
+        assert replacement.pid != hung.pid
+        assert await replacement.call("hello")
 
     rays.run(test)
 

@@ -116,10 +116,10 @@ def test_kill_ends_the_calls_under_way_and_nobody_else(bench: Bench) -> None:
         await raises(WorkerDied, victim.call("hello"))
         await raises(WorkerDied, victim.call_split("split", 1, returns=3))
         assert await elsewhere == 1.0
-        successor = await bench.toys.replace(1)
-        assert bench.toys.workers[1] is successor
-        assert successor.name == f"toy-1.{int((victim.name + '.0').split('.')[1]) + 1}"
-        assert await successor.call("note", "only") == ["only"]
+        replacement = await bench.toys.replace(1)
+        assert bench.toys.workers[1] is replacement
+        assert replacement.name == f"toy-1.{int((victim.name + '.0').split('.')[1]) + 1}"
+        assert await replacement.call("note", "only") == ["only"]
         await raises(WorkerDied, victim.call("hello"))
 
     bench.run(test)

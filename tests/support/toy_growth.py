@@ -9,8 +9,8 @@ from async_flowrl.config.schema import RolloutConfig
 from separation.group import NoSeat, Worker
 from tests.support.toy_pool import REBUILD_SECONDS, ToyPool, ToyWorker
 
-SUCCESSOR_SECONDS = 10.0
-"""Virtual seconds that the successor of a lost worker waits for a seat."""
+REPLACEMENT_SECONDS = 10.0
+"""Virtual seconds that the replacement of a lost worker waits for a seat."""
 
 
 class ToyGrowth:
@@ -23,7 +23,7 @@ class ToyGrowth:
         self._ending: dict[str, float] = {}
         """Worker → time on the loop's clock at which its drained node ends."""
         self._nodeless: set[str] = set()
-        """Workers whose node has ended or is being drained; no successor can use the node."""
+        """Workers whose node has ended or is being drained; no replacement can use the node."""
         self._building: set[int] = set()
         self._open = self._seats = 0
         """Number of seats without a worker, and number of all seats ever given."""
@@ -76,15 +76,15 @@ class ToyGrowth:
         self.free += 1
         self._notify()
 
-    async def successor(self, old: ToyWorker) -> None:
-        """Waits for a seat for the successor of `old`: on the same node if it is there, else on an empty one.
+    async def replacement(self, old: ToyWorker) -> None:
+        """Waits for a seat for the replacement of `old`: on the same node if it is there, else on an empty one.
 
-        Raises NoSeat if there is none within SUCCESSOR_SECONDS.
+        Raises NoSeat if there is none within REPLACEMENT_SECONDS.
         """
         if old.name not in self._nodeless:
             return
         try:
-            async with asyncio.timeout(SUCCESSOR_SECONDS):
+            async with asyncio.timeout(REPLACEMENT_SECONDS):
                 while not self.free:
                     await self._changed.wait()
         except TimeoutError:

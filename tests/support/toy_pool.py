@@ -249,7 +249,7 @@ class ToyPool(VirtualPool):
         old.kill()
         await asyncio.sleep(REBUILD_SECONDS / 2)
         if self.growth is not None:
-            await self.growth.successor(old)
+            await self.growth.replacement(old)
         self.replaced += 1
         fresh = self.sit(index)
         self.workers[self.workers.index(old)] = fresh

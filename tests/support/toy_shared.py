@@ -17,7 +17,7 @@ from async_flowrl.config.scoring_pools import scoring_pools
 from async_flowrl.run.pools import SUB_POOLS
 from async_flowrl.shared.shared_worker import SharedRollout
 from async_flowrl.shared.turns import patience
-from separation.cohosted import SubGroup, Successors
+from separation.cohosted import Replacements, SubGroup
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 from tests.support.toy_recovery import toy_ranks_meet
@@ -176,11 +176,12 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
     )
     for worker in whole.workers:
         worker.target.trainer.ranks = lambda: [other.target.trainer for other in whole.workers]
-    successors = Successors(whole)
+    replacements = Replacements(whole)
     rewards = {
         pool.name: ToyPool(pool.name, pool.workers, partial(ToyReward, config), world) for pool in scoring_pools(config)
     }
-    return {SHARED: whole, **{pool: SubGroup(successors, pool, lanes) for pool, lanes in SUB_POOLS.items()}, **rewards}
+    sub_groups = {pool: SubGroup(replacements, pool, lanes) for pool, lanes in SUB_POOLS.items()}
+    return {SHARED: whole, **sub_groups, **rewards}
 
 
 async def _run(

@@ -61,11 +61,11 @@ def test_a_rank_that_dies_before_a_new_worker_gets_its_versions_is_blamed() -> N
             await asyncio.sleep(0.01)
         pools["trainer"].workers[0].kill()
 
-    assert blamed(one_worker(elastic=False), both_die) == ["rollout-0"], "its successor is not to blame"
+    assert blamed(one_worker(elastic=False), both_die) == ["rollout-0"], "its replacement is not to blame"
 
 
 @pytest.mark.parametrize(
-    ("comes", "elastic"), [(False, False), (False, True), (True, True)], ids=["fixed", "successor", "newcomer"]
+    ("comes", "elastic"), [(False, False), (False, True), (True, True)], ids=["fixed", "replacement", "newcomer"]
 )
 @pytest.mark.parametrize(
     ("what", "error", "match"),

@@ -38,10 +38,10 @@ def test_a_dead_trainer_goes_on_from_the_last_kept_state(method: str, tmp_path: 
 
 
 def test_a_worker_that_waits_for_weights_of_a_rank_that_dies_serves_after_the_recovery(tmp_path: Path) -> None:
-    """The successor of a lost rollout worker is proven, and the only trainer rank dies when it is asked for a version.
+    """The replacement of a lost rollout worker is proven, and the only trainer rank dies as it is asked for a version.
 
-    The rank is idle, because images take long, so nothing else notices its death. The successor is not to blame: it is
-    not replaced.
+    The rank is idle, because images take long, so nothing else notices its death. The replacement is not to blame:
+    it is not replaced.
     """
     proven: list[str] = []
 

@@ -89,7 +89,7 @@ def test_a_held_out_terms_pool_that_cannot_be_filled_again_does_not_end_the_run(
     assert all("other" in scores.by_term for scores in scored)
     said = [scores.failed["own"] for scores in scored if "own" in scores.failed]
     assert len(said) == len(scored) - 1 and all(
-        "its worker had no successor: DeadlineExceeded" in why.reason for why in said[1:]
+        "its worker had no replacement: DeadlineExceeded" in why.reason for why in said[1:]
     )
 
 

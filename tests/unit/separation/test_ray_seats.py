@@ -49,7 +49,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(ray_pool, "remove_placement_group", made.remove)
     monkeypatch.setattr(ray_pool, "draining", lambda: made.ending)
     monkeypatch.setattr(ray_pool, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(ray_pool, "SUCCESSOR_SECONDS", 0.3)
+    monkeypatch.setattr(ray_pool, "REPLACEMENT_SECONDS", 0.3)
     return made
 
 
@@ -91,20 +91,20 @@ def test_a_seat_that_is_given_back_is_free_and_asked_for_again(cluster: Cluster)
     within(20.0, main())
 
 
-def test_a_successor_comes_before_a_newcomer_and_goes_without_after_a_while(cluster: Cluster) -> None:
+def test_a_replacement_comes_before_a_newcomer_and_goes_without_after_a_while(cluster: Cluster) -> None:
     async def main() -> None:
         seats = Seats({"CPU": 1.0}, 2, [])
         cluster.room.append("a")
         old = await seats.next()
         newcomer = asyncio.create_task(seats.next())
         cluster.ending["a"] = 0.0
-        successor = asyncio.create_task(seats.successor(old))
+        replacement = asyncio.create_task(seats.replacement(old))
         await asyncio.sleep(0.1)
         cluster.room.append("b")
-        assert (await successor).node == "b" and not newcomer.done()
+        assert (await replacement).node == "b" and not newcomer.done()
         cluster.ending["b"] = 0.0
         with pytest.raises(NoSeat, match=r"no node has had a seat for 0\.3 s"):
-            await seats.successor(await lost(seats, cluster))
+            await seats.replacement(await lost(seats, cluster))
         newcomer.cancel()
 
     async def lost(seats: Seats, cluster: Cluster) -> ReservedSeat:

@@ -83,6 +83,6 @@ def test_a_death_is_that_of_both_and_is_replaced_once() -> None:
         assert two.follow(1).name == "two-1.2" and two.follow(1) is two.workers[1]
         one.workers[1].kill()
         await asyncio.sleep(0)
-        assert (await two.replace(1)).name == "two-1.3", "a successor that died meanwhile is no successor"
+        assert (await two.replace(1)).name == "two-1.3", "a replacement that died meanwhile is no replacement"
 
     running(main)
