@@ -22,7 +22,7 @@ from async_flowrl.observability.console import console_of
 from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
 from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
-from async_flowrl.run.nodes import look_at_nodes, quick_lane
+from async_flowrl.run.nodes import LABEL_CHARACTERS, look_at_nodes, quick_lane
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes
@@ -215,7 +215,7 @@ async def lay_out(
     if reason:
         logger.info("%s", reason)
         if config.console != "quiet":
-            say(named_lines([("layout", reason)], 10))
+            say(named_lines([("layout", reason)], LABEL_CHARACTERS))
     return replace(prepared, config=replace(config, trainer=chosen.trainer)), memory
 
 

@@ -31,23 +31,19 @@ LABEL_CHARACTERS = 10  # Width of the label before each line, in characters.
 async def look_at_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
     if config.runtime.address is None:
         return
-    table = seats(groups)
-    if len(table) > 1:
-        for address, workers in table.items():
-            logger.info("node %s: %s", address, workers)
-        if config.console != "quiet":
-            rows = [("" if index else "nodes", f"{node}: {names}") for index, (node, names) in enumerate(table.items())]
-            say(named_lines(rows, LABEL_CHARACTERS))
-    await compare_nodes(config, groups, folder)
-
-
-def seats(groups: Mapping[str, WorkerGroup]) -> dict[str, str]:
-    """Returns node → its workers as text, e.g. `8 × trainer, 1 × rollout`."""
     by_node: dict[str, Counter[str]] = {}
     for name, group in groups.items():
         for worker in group.workers:
             by_node.setdefault(worker.node, Counter())[name] += 1
-    return {node: ", ".join(f"{count} × {pool}" for pool, count in pools.items()) for node, pools in by_node.items()}
+    if len(by_node) > 1:
+        names = [", ".join(f"{count} × {pool}" for pool, count in pools.items()) for pools in by_node.values()]
+        table = [f"{node}: {workers}" for node, workers in zip(by_node, names, strict=True)]
+        for line in table:
+            logger.info("node %s", line)
+        if config.console != "quiet":
+            rows = [("" if index else "nodes", line) for index, line in enumerate(table)]
+            say(named_lines(rows, LABEL_CHARACTERS))
+    await compare_nodes(config, groups, folder)
 
 
 async def compare_nodes(config: Config, groups: Mapping[str, WorkerGroup], folder: Path) -> None:
@@ -60,19 +56,17 @@ async def compare_nodes(config: Config, groups: Mapping[str, WorkerGroup], folde
     for group in sorted(groups.values(), key=lambda group: group.spec.name != TRAINER):
         for worker in group.workers:
             one_each.setdefault(worker.node, (worker, quick_lane(group.spec)))
+    asked = [*one_each.values()]
     with marked(folder) as (path, text):
         async with deadline(config.deadlines.load, "load: whether all nodes see the run directory"):
-            calls = (worker.call(SIGHT, path, text, lane=lane) for worker, lane in one_each.values())
-            answers = await together(*calls)
-            versions = await together(
-                *(worker.call(VERSIONS, LIBRARIES, lane=lane) for worker, lane in one_each.values())
-            )
+            answers = await together(*(worker.call(SIGHT, path, text, lane=lane) for worker, lane in asked))
+            versions = await together(*(worker.call(VERSIONS, LIBRARIES, lane=lane) for worker, lane in asked))
     for name in LIBRARIES:
         found = {node: there[name] for node, there in zip(one_each, versions, strict=True)}
         if len(set(found.values())) > 1:
             where = ", ".join(f"{version} on {node}" for node, version in found.items())
             logger.warning("%s differs between nodes, and so may weights: %s", name, where)
-    blind = [worker for (worker, _), sees in zip(one_each.values(), answers, strict=True) if not sees]
+    blind = [worker for (worker, _), sees in zip(asked, answers, strict=True) if not sees]
     for worker in blind:
         if worker.pool == TRAINER:
             raise ConfigError(
