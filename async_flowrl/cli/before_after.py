@@ -3,8 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from async_flowrl.cli.evaluation_job import TOTAL, TRAINED, Job, servers_of
 from async_flowrl.cli.generate import open_pipeline, run_pipeline, sampling_of
 from async_flowrl.config.resolution import Resolution, height_width, in_words, pixels
-from async_flowrl.config.schema import Config, RewardConfig
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.reward_servers import RewardServers
 from async_flowrl.controller.scoring import asked_until_scored
 from async_flowrl.observability.images import grid
@@ -61,7 +61,7 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
     Raises ServerLost if the server of a reward fails.
     """
     check_sizes(job)
-    reward = build_reward(job.reward)
+    reward = build_reward(job.config.reward)
     pipeline = open_pipeline(job.config.model, sampling_of(job.config), device)
     return asyncio.run(_both(pipeline, job, reward, device))
 
@@ -136,8 +136,12 @@ async def _scored(
             images = np.concatenate(parts)
             if place < SHOWN_PROMPTS:
                 shown[place] = images[:SHOWN_IMAGES]
+
+            async def ask(terms: Sequence[str], prompt: Prompt = prompt, images: ByteArray = images) -> Scores:
+                return await reward.attempt(prompt, images, executor, only=terms)
+
             try:
-                scores = await scored(reward, job.reward, servers, executor, prompt, images)
+                scores = reward.demanded(await asked_until_scored(job.terms, config.reward, servers, ask))
             except RewardError as error:
                 if config.reward.on_error == "fail":
                     raise ValueError(f"prompt {place} has no score: {error}") from error
@@ -149,22 +153,6 @@ async def _scored(
                 total = weighted_total(job.trained, scores.by_term, len(images))
                 results.setdefault(TOTAL, {})[place] = total
     return results, shown
-
-
-async def scored(
-    reward: CompositeReward,
-    config: RewardConfig,
-    servers: RewardServers,
-    executor: Executor,
-    prompt: Prompt,
-    images: ByteArray,
-) -> Scores:
-    """Scores images uint8 [n, H, W, 3], each term up to `reward.retries` times more. RewardError if one is missing."""
-
-    def ask(terms: Sequence[str]) -> Awaitable[Scores]:
-        return reward.attempt(prompt, images, executor, only=terms)
-
-    return reward.demanded(await asked_until_scored(config.terms, config, servers, ask))
 
 
 def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:

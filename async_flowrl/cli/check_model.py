@@ -104,10 +104,6 @@ class Job:
     device: torch.device
 
     @property
-    def relative(self) -> float:
-        return RELATIVE[self.model.dtype]
-
-    @property
     def pipeline_name(self) -> str:
         return type(self.pipeline).__name__
 
@@ -224,7 +220,7 @@ def compare(job: Job) -> list[Row]:
 
 
 def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Callable[[], Row]]:
-    relative, sampling, policy = job.relative, job.sampling, job.policy
+    relative, sampling, policy = RELATIVE[job.model.dtype], job.sampling, job.policy
     positive, negative = branches[0], branches[1] if len(branches) > 1 else None
 
     def sigmas() -> Tensor:
@@ -308,7 +304,7 @@ def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
         if not calls:
             raise ValueError("velocity() does not call policy.transformer, the only network that is trained")
         names = sorted(name for name in {*calls[0], *stock.network[0]} if not _is_latents_or_time(name))
-        rows += [_input(name, calls[0].get(name), stock.network, job.relative) for name in names]
+        rows += [_input(name, calls[0].get(name), stock.network, RELATIVE[job.model.dtype]) for name in names]
     # A row without a number comes first: what it names is missing or has another shape.
     return min(rows, key=lambda row: (row.holds, not math.isnan(row.difference), -row.difference))
 

@@ -19,7 +19,7 @@ from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.resolution import Resolution, resolution_option
-from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardConfig, RewardTerm
+from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardTerm
 from async_flowrl.config.scoring_pools import served_terms
 from async_flowrl.controller.reward_servers import RewardServers, server_pools, serving
 from async_flowrl.data.load import load_data
@@ -47,11 +47,10 @@ TOTAL = "reward"  # Name of the weighted sum of a run's trained terms.
 class Job:
     """An evaluation to make. A term is one reward with its weight and options; each term is a score of its own."""
 
-    # `kinds` gives the origin of each term (`ASKED`, `TRAINED` or `HELD_OUT`). `config` holds the sampling settings.
+    # `kinds` gives the origin of each term (ASKED, TRAINED or HELD_OUT), `config` the sampling and the terms.
 
     config: Config
     trained_weights: Path  # A LoRA, or a transformer's folder.
-    terms: Mapping[str, RewardTerm]
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
     chosen: str  # Description of the prompts in words, for the table.
@@ -63,8 +62,8 @@ class Job:
         return evaluation_resolution(self.config, place) if size is None else size
 
     @property
-    def reward(self) -> RewardConfig:
-        return replace(self.config.reward, terms=dict(self.terms))
+    def terms(self) -> Mapping[str, RewardTerm]:
+        return self.config.reward.terms
 
     @property
     def images_per_prompt(self) -> int:
@@ -93,9 +92,8 @@ def job_of(options: Namespace) -> Job:
     check_prompts(whole, prompts)
     seed = config.evaluate.seed
     return Job(
-        config=config,
+        config=replace(config, reward=whole),
         trained_weights=trained,
-        terms=whole.terms,
         kinds={name: kind for name, (_, kind) in terms.items()},
         prompts=prompts,
         chosen=chosen,

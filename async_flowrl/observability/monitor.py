@@ -80,9 +80,7 @@ class Tensorboard(View):
         self._writer.flush()
 
     def evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"evaluation/{name}", value, version)
-        self._writer.flush()
+        self.log(version, {f"evaluation/{name}": value for name, value in metrics.items()})
 
     def image(self, path: Path, version: int) -> None:
         from PIL import Image

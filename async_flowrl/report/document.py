@@ -29,7 +29,9 @@ MAX_MIB = 16.0
 def document(runs: Sequence[Path]) -> Document:
     """The document about these run directories. Raises FileNotFoundError without metrics.jsonl, or ValueError."""
     records = [read_run(Path(run)) for run in runs]
-    names = names_of([run.root for run in records])
+    roots = [run.root.resolve() for run in records]
+    common = os.path.commonpath([root.parent for root in roots])
+    names = [str(root.relative_to(common)) for root in roots]
     documents = [run_document(run, name) for run, name in zip(records, names, strict=True)]
     return {
         "title": names[0] if len(names) == 1 else f"{len(names)} runs",
@@ -65,12 +67,6 @@ def run_document(run: Records, name: str) -> Document:
         "verification": verification_of(run),
     }
     return {**rounded(entry), "timeline": timeline_of(run)}  # whose times need more digits than six
-
-
-def names_of(roots: Sequence[Path]) -> list[str]:
-    paths = [root.resolve() for root in roots]
-    common = os.path.commonpath([path.parent for path in paths])
-    return [str(path.relative_to(common)) for path in paths]
 
 
 def compared(runs: Sequence[Document]) -> str:

@@ -7,7 +7,7 @@ activates the version of its request before it starts, and reports the version's
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,7 +98,8 @@ class RolloutWorker:
         began = time.time()
         digest, swaps = self._activate(requests[0])
         activated = time.time()
-        with self._profiled(requests[0]):
+        first, tracing = requests[0], self._profiler.around
+        with nullcontext() if first.kind == EVALUATION else tracing(first.step, f"-ticket-{first.ordinal:06d}"):
             rollouts = self.engine.generate(requests)
         reports = [
             RolloutReport(request.ordinal, request.version, digest, len(request.images), rollout.spans)
@@ -121,11 +122,6 @@ class RolloutWorker:
         export = partial(self.receiver.export, stream, version, slot=slot)
         self.engine.adopt(Activation(stream, version, digest), export)
         return digest
-
-    def _profiled(self, request: RolloutRequest) -> AbstractContextManager[None]:
-        if request.kind == EVALUATION:
-            return nullcontext()
-        return self._profiler.around(request.step, f"-ticket-{request.ordinal:06d}")
 
 
 def is_swap(before: Activation | None, now: Activation | None) -> int:

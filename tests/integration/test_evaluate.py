@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -167,5 +167,5 @@ def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: 
     assert [row[side]["mean"] for side in ("before", "after", "difference")] == [2.25, 3.0, 0.75]
     assert row["improved"] == 0.75
     assert "color: means over 2 of 3 prompts" in caplog.text
-    against = replace(job, terms={"color": RewardTerm(weight=-1.0)})
-    assert measure.row("color", against, before, after)["improved"] == 0.25
+    job.config.reward.terms = {"color": RewardTerm(weight=-1.0)}
+    assert measure.row("color", job, before, after)["improved"] == 0.25

@@ -33,7 +33,8 @@ def rise(run: Run, terms: dict[str, RewardTerm] | None = None) -> float:
     config = read_config(run.root / "config.yaml")
     assert config.evaluate.seed != config.seed
     terms = terms or COLOR
-    job = replace(job_of(parser().parse_args([str(run.root)])), terms=terms, kinds=dict.fromkeys(terms, "trained"))
+    job = replace(job_of(parser().parse_args([str(run.root)])), kinds=dict.fromkeys(terms, "trained"))
+    job.config.reward.terms = terms
     return float(evaluate(job).rows["reward"]["difference"]["mean"])
 
 
