@@ -41,7 +41,8 @@ def config_of(trained: Path | None, model: str | None, *, run: Path | None = Non
     `option` would name.
     """
     if trained is not None:
-        trained_file.check(trained)
+        if not trained_file.is_whole(trained):
+            lora_file.weights_file(trained)
         run = run or run_of(trained)
     if run is not None:
         config = read_config(run / "config.yaml")

@@ -56,10 +56,6 @@ class Split:
     overlapped: float
     sync: float
 
-    def compute(self, took: Measured) -> float:
-        generation, update = took.generation / self.rollout, took.update / self.trainer
-        return recorded_placement(self.placement).step_seconds(generation, update)
-
 
 def measured(run: Path) -> tuple[Config, Measured]:
     """What the steady steps of the run's last attempt took, by its files. Raises ValueError if there are none."""
@@ -152,7 +148,8 @@ def advice(config: Config, took: Measured, candidates: Sequence[Split]) -> list[
     if limit == REWARDS_LIMIT:
         slowest = max(took.rewards, key=lambda pool: took.rewards[pool])
         workers = next(pool.workers for pool in reward_pools(config.reward) if pool.name == slowest)
-        needed = math.ceil(took.rewards[slowest] * workers / now.compute(took) - ROUNDING)
+        computing = split_of(replace(took, rewards={}), now.rollout, now.trainer, now.placement).overlapped
+        needed = math.ceil(took.rewards[slowest] * workers / computing - ROUNDING)
         return [*sentences, f"{workers_key(slowest)}={needed} in place of {workers} would be enough."]
     if bound == now.sync and now.overlapped < GAIN * now.sync:
         sentences.append(f"one_step_off would take {now.overlapped:.3g} s with the same devices.")

@@ -19,12 +19,6 @@ from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of, wei
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, check_fits
 
 
-def check(path: Path) -> None:
-    """Raises ValueError if `path` is neither the folder of a whole transformer nor a LoRA."""
-    if not is_whole(path):
-        lora_file.weights_file(path)
-
-
 @torch.no_grad()
 def apply(pipeline: Any, path: Path) -> None:
     """Loads the trained weights at `path` into a diffusers pipeline. Raises ValueError if they do not fit."""
