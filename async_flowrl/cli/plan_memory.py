@@ -6,7 +6,6 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from async_flowrl.cli.cards import GIB_OF_GB
@@ -17,8 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import describe_gpus, gpus_taken, judged, processes
 from async_flowrl.memory.footprints import GIB, MemoryPlan, plan_memory
 from async_flowrl.memory.model_sizes import at_largest
-from async_flowrl.memory.trainer_layout import resolved_on
-from async_flowrl.training.messages import Layout
+from async_flowrl.memory.trainer_layout import LAYOUT, resolved_on
 from separation.text_table import format_table
 
 
@@ -84,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
     config, reason = resolved_on(at_largest(config), round(gib * GIB))
     plan = plan_memory(config)
     if options.json:
-        printed = as_json(plan, config, gib) | {"layout": asdict(Layout.named(config.trainer))}
+        printed = as_json(plan, config, gib) | {"layout": {key: getattr(config.trainer, key) for key in LAYOUT}}
         sys.stdout.write(json.dumps(printed, indent=2) + "\n")
     else:
         notes = "".join(f"{sentence}\n" for sentence in filter(None, (reason, toy_values(config))))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.algorithms.base import Algorithm
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, TrainerConfig
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
 from async_flowrl.controller.replicas import (
@@ -32,7 +32,6 @@ from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.controller.training_groups import TrainingGroup, hand_over
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import (
-    Layout,
     Manifest,
     StepPlan,
     TrainRequest,
@@ -62,8 +61,8 @@ class TrainerGroup:
 
     def __init__(self, workers: WorkerGroup, algorithm: Algorithm) -> None:
         self.workers, self.algorithm = workers, algorithm
-        # Layout that the ranks get when they load; None means the settings of the configuration.
-        self.layout: Layout | None = None
+        # Settings that the ranks get when they load, without `auto`; None means those of the configuration.
+        self.settings: TrainerConfig | None = None
         # How the ranks have the trained weights. Known when they have loaded.
         self.weights = ReplicatedWeights(workers)
         # Seconds of this step in which no rank trained, as groups were not ready, and when the last call ended.

@@ -26,7 +26,6 @@ from async_flowrl.run.nodes import LABEL_CHARACTERS, look_at_nodes, quick_lane
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes
-from async_flowrl.training.messages import Layout
 from async_flowrl.types import Conditioning, EncoderInput
 from checkpoint_engine.transports import AUTO, NCCL, OBJECT_STORE, PYNCCL, resolve_transport
 from separation.cluster import check_results, cluster
@@ -140,7 +139,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
             await join_process_group(
                 group, timeout=controller_placement(config).update_seconds(MAX_GROUPS_PER_CALL + 2)
             )
-        infos: list[dict[str, Any]] = await trainers.all("load", trainers.layout)
+        infos: list[dict[str, Any]] = await trainers.all("load", trainers.settings)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
 
@@ -211,7 +210,7 @@ async def lay_out(
     async with deadline(config.deadlines.load, "load: memory of the devices"):
         memory = await device_memory(config, groups)
     chosen, reason = await asyncio.to_thread(resolved, prepared.at_largest, memory)
-    trainers.layout = Layout.named(chosen.trainer)
+    trainers.settings = chosen.trainer
     if reason:
         logger.info("%s", reason)
         if config.console != "quiet":

@@ -6,27 +6,9 @@ micro-batch of a group's images (see parts.py).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
-from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.types import EncoderInput, Sampling, Span
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The settings of `trainer` for the place of the base weights on the ranks and for recomputed activations."""
-
-    shard: str
-    shard_size: int | None
-    gradient_checkpointing: str
-
-    @classmethod
-    def named(cls, trainer: TrainerConfig) -> "Layout":
-        return cls(trainer.shard, trainer.shard_size, trainer.gradient_checkpointing)
-
-    def applied(self, trainer: TrainerConfig) -> TrainerConfig:
-        return replace(trainer, **asdict(self))
-
 
 # Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights.
 GAP = "behaviour_gap"

@@ -15,7 +15,7 @@ import torch
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import Resolution, configured
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, TrainerConfig
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
@@ -37,7 +37,7 @@ from async_flowrl.training.checkpoint import (
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import prefetch
-from async_flowrl.training.messages import Layout, Manifest, TrainRequest, UpdateStats
+from async_flowrl.training.messages import Manifest, TrainRequest, UpdateStats
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import World
 from async_flowrl.training.rank_model import load_model
@@ -92,10 +92,10 @@ class TrainerWorker:
         self.sender: PublishedStreams
         self._warned_of_rounding = False
 
-    def load(self, layout: Layout | None = None) -> dict[str, Any]:
-        """Builds model, adapter and optimizer; `layout` replaces `auto`. Returns digests, numbers and the device."""
-        if layout is not None:
-            self.config = replace(self.config, trainer=layout.applied(self.config.trainer))
+    def load(self, settings: TrainerConfig | None = None) -> dict[str, Any]:
+        """Builds model, adapter and optimizer; `settings` have no `auto`. Returns digests, numbers and the device."""
+        if settings is not None:
+            self.config = replace(self.config, trainer=settings)
         with ONE_AT_A_TIME:
             return self._load()
 

@@ -101,7 +101,7 @@ class ToyTrainer:
         """Returns all rows of a tensor."""
         return self.tensors[name]
 
-    def load(self, layout: Any = None) -> dict[str, Any]:
+    def load(self, settings: Any = None) -> dict[str, Any]:
         return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": self.position.per_replica}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
