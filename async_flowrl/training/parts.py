@@ -126,13 +126,6 @@ class NotThePlan(RuntimeError):
     """Raised if the ranks' sums are not exactly the planned optimizer step; nothing was added up yet."""
 
 
-def missing(planned: Parts, manifests: Iterable[Manifest]) -> dict[int, set[int]]:
-    """Returns the planned parts that are in no sum: number of the group → numbers of the parts."""
-    present = {part for manifest in manifests for part in manifest.parts}
-    absent = {group: {p for p in range(count) if (group, p) not in present} for group, count in planned.items()}
-    return {group: parts for group, parts in absent.items() if parts}
-
-
 def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: Mapping[str, Manifest]) -> None:
     """Raises NotThePlan unless each planned part is in exactly one of the `manifests`, of this step and attempt."""
     where = f"step {step}, optimizer step {update}"
@@ -149,9 +142,9 @@ def check_plan(step: int, update: int, attempt: int, planned: Parts, manifests: 
             if part >= planned.get(group, 0):
                 raise NotThePlan(f"{where}: {name} has added part {part} of group {group}, which was not planned")
             owners[group, part] = name
-    if absent := missing(planned, manifests.values()):
-        group, parts = next(iter(absent.items()))
-        raise NotThePlan(f"{where}: part {min(parts)} of group {group} is in no rank's sum")
+    for group, count in planned.items():
+        if absent := [part for part in range(count) if (group, part) not in owners]:
+            raise NotThePlan(f"{where}: part {absent[0]} of group {group} is in no rank's sum")
 
 
 class Group:

@@ -6,7 +6,7 @@ norms and counts are added up over the ranks in the order of their numbers, so a
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -123,26 +123,17 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
 
 
 def check_shares(policy: Policy, trained: Iterable[nn.Parameter], ranks: int) -> torch.dtype:
-    """Returns the dtype of all parameters. Raises ValueError as `check_rows` and `one_dtype`."""
-    check_rows([tuple(parameter.shape) for parameter in trained], ranks)
-    return one_dtype(policy.transformer)
-
-
-def check_rows(shapes: Collection[tuple[int, ...]], ranks: int) -> None:
-    """Raises ValueError, equal on all ranks, if the last one would have no row of any trained tensor."""
+    """Returns the dtype of all parameters. Raises ValueError, equal on all ranks, for several, or a rank without rows."""
+    shapes = [tuple(parameter.shape) for parameter in trained]
     # Earlier ranks have no fewer rows of a tensor than later ones. Of a number without rows FSDP2 says so itself.
     if not any(not shape or shard_rows(shape[0], ranks, ranks - 1) for shape in shapes):
-        most = max(shape[0] for shape in shapes)
+        rows = max(shape[0] for shape in shapes)
         raise ValueError(
             f"tune=full with trainer.shard=full gives each rank rows of what is trained, and {ranks} ranks are too "
-            f"many for tensors of at most {most} rows: set trainer.shard=none, or freeze less by full.freeze"
+            f"many for tensors of at most {rows} rows: set trainer.shard=none, or freeze less by full.freeze"
         )
-
-
-def one_dtype(transformer: nn.Module) -> torch.dtype:
-    """Returns the dtype of all parameters. Raises ValueError, which names one that differs from most."""
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, parameter in transformer.named_parameters():
+    for name, parameter in policy.transformer.named_parameters():
         by_dtype.setdefault(parameter.dtype, []).append(name)
     most = max(by_dtype, key=lambda dtype: len(by_dtype[dtype]))
     if other := [(dtype, names) for dtype, names in by_dtype.items() if dtype != most]:
