@@ -123,7 +123,7 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
 
 
 def check_shares(policy: Policy, trained: Iterable[nn.Parameter], ranks: int) -> torch.dtype:
-    """Returns the dtype of all parameters. Raises ValueError, equal on all ranks, for several, or a rank without rows."""
+    """Returns the dtype of all parameters. Raises ValueError, equal on all ranks, for several, or no rows of a rank."""
     shapes = [tuple(parameter.shape) for parameter in trained]
     # Earlier ranks have no fewer rows of a tensor than later ones. Of a number without rows FSDP2 says so itself.
     if not any(not shape or shard_rows(shape[0], ranks, ranks - 1) for shape in shapes):
