@@ -45,6 +45,8 @@ LEAST_STEPS = 2  # Fewest denoising steps; with a single one no step has noise.
 LORA_CONFIG = LoraConfig(rank=4, alpha=10.0)
 LORA_STRENGTH = 0.05
 Inputs = dict[str, Any]  # Arguments of a call by name.
+# Arguments of networks that are no text inputs; also those with `timestep` in their name.
+LATENTS_OR_TIME = {"hidden_states", "x", "sample", "latents", "t", "sigma", "sigmas"}
 EMBEDDINGS, SCHEDULE, VELOCITY, LATENTS = "prompt embeddings", "schedule", "velocity", "ODE latents"
 DECODE, BATCH, LORA = "decoded images", "noise levels in one batch", "LoRA round trip"
 # Name of a step, in order → the usual cause of a difference.
@@ -303,7 +305,8 @@ def _embeddings(job: Job, stock: Stock, branches: Sequence[Branch]) -> Row:
             policy.velocity(x, stock.sigmas[:1].to(x.device), branch, None, replace(job.sampling, true_cfg_scale=1.0))
         if not calls:
             raise ValueError("velocity() does not call policy.transformer, the only network that is trained")
-        names = sorted(name for name in {*calls[0], *stock.network[0]} if not _is_latents_or_time(name))
+        given = {*calls[0], *stock.network[0]} - LATENTS_OR_TIME
+        names = sorted(name for name in given if "timestep" not in name)
         rows += [_input(name, calls[0].get(name), stock.network, RELATIVE[job.model.dtype]) for name in names]
     # A row without a number comes first: what it names is missing or has another shape.
     return min(rows, key=lambda row: (row.holds, not math.isnan(row.difference), -row.difference))
@@ -333,10 +336,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-def _is_latents_or_time(name: str) -> bool:
-    return name in ("hidden_states", "x", "sample", "latents", "t", "sigma", "sigmas") or "timestep" in name
 
 
 def _adapted(policy: Policy) -> dict[str, Tensor]:

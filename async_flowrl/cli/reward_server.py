@@ -163,7 +163,11 @@ def build_app(score: Score, limits: Limits, token: str | None = None) -> FastAPI
 
     @app.post(contract.PATH)
     async def score_request(request: Request) -> Response:
-        _check_token(request, token)
+        header = request.headers.get("authorization", "").encode()
+        # In constant time, so that response times do not reveal the token.
+        if token is not None and not hmac.compare_digest(header, f"Bearer {token}".encode()):
+            missing = "the header 'Authorization: Bearer TOKEN' is missing, or names another token"
+            raise HTTPException(401, missing, {"WWW-Authenticate": "Bearer"})
         await scorer.forget_gone()
         pending = PendingRequest(request.is_disconnected)
         try:
@@ -190,16 +194,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     logger.warning("%s %s: %d %s", where, request.url.path, status, sentence)
     fields = {"version": contract.VERSION, "error": sentence}
     return Response(contract.dumps(fields), status, headers, media_type="application/json")
-
-
-def _check_token(request: Request, token: str | None) -> None:
-    """Compares the token in constant time, so that response times do not reveal it. Raises HTTPException: 401."""
-    if token is None:
-        return
-    header = request.headers.get("authorization", "")
-    if not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
-        missing = "the header 'Authorization: Bearer TOKEN' is missing, or names another token"
-        raise HTTPException(401, missing, {"WWW-Authenticate": "Bearer"})
 
 
 async def _body(request: Request, scorer: Scorer, pending: PendingRequest) -> bytes:

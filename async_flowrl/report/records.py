@@ -101,7 +101,9 @@ def read_run(root: Path) -> Records:
         raise FileNotFoundError(f"{root} is no run directory: it has no metrics.jsonl")
     metrics: list[Metrics] = list(read_events(root / "metrics.jsonl"))
     evaluations = _distinct(read_evaluations(root / "evaluations.jsonl"))
-    config = _config(root / "config.yaml")
+    file = root / "config.yaml"
+    config: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file.exists() else {}
+    config = config if isinstance(config, dict) else {}
     summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
     events = root / "events.jsonl"
     return Records(
@@ -124,13 +126,6 @@ def _distinct(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 def _scores(evaluation: Evaluation, name: str) -> Mapping[int, Sequence[float]] | None:
     return evaluation.curves[name].scores if name in evaluation.curves else None
-
-
-def _config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
 
 
 def _summary(path: Path, steps: int, total_steps: int | None) -> dict[str, Any]:

@@ -73,7 +73,10 @@ class Endpoint:
         """
         if not self.urls:
             raise ServerError("there is no server to ask yet: the options name none, and no server of the run is up")
-        token = self._token or self._from_environment()
+        token = self._token or os.environ.get(self._variable or "", "").strip()
+        if self._variable is not None and not (token.isascii() and token.isprintable() and token):
+            fault = "is no printable ASCII on one line" if token else "is not set or empty"
+            raise ServerError(f"{self._option}={self._variable}: this variable {fault} in the reward worker's process")
         headers = {"Content-Type": content_type} | ({"Authorization": f"Bearer {token}"} if token else {})
         try:
             async with self._open():
@@ -153,15 +156,6 @@ class Endpoint:
                 f"{refused}; it asks to wait {pause:g} s, longer than the deadline of {self._deadline:g} s"
             )
         raise PassingError(refused, pause)
-
-    def _from_environment(self) -> str:
-        if self._variable is None:
-            return ""
-        token = os.environ.get(self._variable, "").strip()
-        if not (token.isascii() and token.isprintable() and token):
-            fault = "is no printable ASCII on one line" if token else "is not set or empty"
-            raise ServerError(f"{self._option}={self._variable}: this variable {fault} in the reward worker's process")
-        return token
 
     def _open(self) -> asyncio.Semaphore:
         """Returns the semaphore that limits concurrent requests; each event loop needs its own."""
