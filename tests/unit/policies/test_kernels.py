@@ -73,9 +73,8 @@ def velocities(policy: Policy, family: str, shapes: Sequence[Shape]) -> dict[Sha
     return made
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen_image", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "qwen_image")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES)
 def test_blocks_are_compiled_once_for_all_sizes_texts_and_numbers_of_images(
     family: str, shared_models: SharedModels
 ) -> None:
