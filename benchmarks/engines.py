@@ -35,7 +35,7 @@ from async_flowrl.seeds import derive, generator
 from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.types import POLICY, TRAIN, RolloutRequest
-from benchmarks.page import markdown_table
+from benchmarks.markdown_tables import markdown_table
 from checkpoint_engine import Draft
 
 PROGRAM = "python -m benchmarks.engines"

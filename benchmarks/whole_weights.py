@@ -26,7 +26,7 @@ from async_flowrl.controller.endpoints import DELIVERIES, PUBLISHING, RolloutEnd
 from async_flowrl.controller.rank_weights import ShardedWeights
 from async_flowrl.types import POLICY
 from benchmarks.delivery.measure import ray_here, too_large
-from benchmarks.page import markdown_table, write_between
+from benchmarks.markdown_tables import markdown_table, write_between
 from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout, Receiver
 from checkpoint_engine.gather import Gather, GatheredVersions, shard_layout
 from separation.cluster import cluster

@@ -20,7 +20,7 @@ from async_flowrl.observability.evaluations import DIVERSITY, HELD_OUT, Evaluati
 from async_flowrl.observability.statistics import Change
 
 # The thresholds of the alarm were set before any run: seeds 0 to 3 of the glyphs example could change them and changed
-# nothing, seeds 4 to 7 only judged. `python -m examples.glyphs.hacking` repeats the measurement.
+# nothing, seeds 4 to 7 only judged. `python -m examples.glyphs.hacked_runs` repeats the measurement.
 # Probability of a false alarm in a whole run in which no held-out score changes.
 LEVEL = 0.01
 # The trained reward has risen if the one-sided p-value of its paired change is at most this.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.delivery.delivery_report import report
 from benchmarks.delivery.measure import (
     KILL_MEGABYTES,
     KILL_RECEIVERS,
@@ -26,8 +27,7 @@ from benchmarks.delivery.measure import (
     obstacle,
     ray_here,
 )
-from benchmarks.delivery.report import report
-from benchmarks.page import write_between
+from benchmarks.markdown_tables import write_between
 from checkpoint_engine.transports import GLOO, NCCL, OBJECT_STORE, PYNCCL
 
 

@@ -43,7 +43,7 @@ class Stage:
 
 HERE = "benchmarks.gpu_first_hour"
 STAGES = {
-    "kernels": Stage(f"{HERE}.kernels:kernels", 80, 1, "one kernel of each kind gives the same bits again"),
+    "kernels": Stage(f"{HERE}.kernel_bits:kernels", 80, 1, "one kernel of each kind gives the same bits again"),
     "tiny": Stage(f"{HERE}.runs:tiny", 140, 1, "digests of the tiny job: seeds, placements, dtypes, families"),
     "full": Stage(f"{HERE}.full_size:full", 190, 1, "Qwen-Image at full size: speed, MFU, peak against plan"),
     "tests": Stage(f"{HERE}.runs:gpu_tests", 140, 1, "tests/gpu"),

@@ -10,7 +10,7 @@ import time
 import torch
 
 from checkpoint_engine import Delivery, Publisher, Receiver
-from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, serve
+from examples.checkpoint_engine.piped_processes import Channel, ProcessReceiver, ProcessSender, channel, serve
 
 
 def sample(connections: Channel) -> None:

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.page import between_markers
+from benchmarks.markdown_tables import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
-from examples.glyphs.curves import read
 from examples.glyphs.flow import STEPS
-from examples.glyphs.result import Result, load_all
+from examples.glyphs.learning_curves import read
 from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, draw, table
+from examples.glyphs.run_result import Result, load_all
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2, 3, 4)

@@ -1,6 +1,6 @@
 """Held-out reward of the glyphs example: recognises letters by template matching, without a neural network.
 
-Held out means measured in evaluations and not trained on. examples/glyphs/hacking.py uses it as
+Held out means measured in evaluations and not trained on. examples/glyphs/hacked_runs.py uses it as
 
 evaluate.reward.terms: {templates: {name: "examples.glyphs.held_out:Templates"}}
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.page import between_markers
+from benchmarks.markdown_tables import between_markers
 from examples.glyphs.audit import open_model, scores
 from examples.glyphs.compare import COPIES, ROOT, Variant, complete
 from examples.glyphs.flow import generate

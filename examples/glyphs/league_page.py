@@ -8,7 +8,7 @@ from statistics import fmean, median
 import matplotlib as mpl
 
 from examples.glyphs.league_results import League, tuned_score
-from examples.glyphs.result import Result
+from examples.glyphs.run_result import Result
 
 GOALS = (0.6, 0.7, 0.8)
 """OCR scores on held-out words (not trained on); the page shows the images and seconds that reach each."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from examples.glyphs.result import Result, load_all
+from examples.glyphs.run_result import Result, load_all
 
 LAST = 20
 """Number of last steps of a tuning run whose mean reward, on training words, decides about the learning rate."""

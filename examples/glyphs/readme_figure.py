@@ -29,7 +29,7 @@ from async_flowrl.observability.timeline import Track, tracks
 from async_flowrl.types import ByteArray
 from examples.glyphs.audit import open_model, trained_images
 from examples.glyphs.compare import ROOT, VARIANTS, train
-from examples.glyphs.curves import Curve, read, smooth
+from examples.glyphs.learning_curves import Curve, read, smooth
 from examples.glyphs.result_picture import COLOURS, GOAL
 from examples.glyphs.words import SIDE, TEST
 

@@ -6,8 +6,8 @@ from statistics import median
 
 import matplotlib as mpl
 
-from examples.glyphs.curves import smooth
-from examples.glyphs.result import Result, goal_ratios, interval, score_differences, time_ratios
+from examples.glyphs.learning_curves import smooth
+from examples.glyphs.run_result import Result, goal_ratios, interval, score_differences, time_ratios
 
 GOAL = 0.8
 """OCR score on held-out words (not trained on) until which images and seconds are counted."""

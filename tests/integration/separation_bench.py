@@ -19,7 +19,7 @@ from separation.supervise import deadline
 from tests.support.ray_cluster import start_ray
 
 T = TypeVar("T")
-TOY = "tests.unit.separation.toy:Toy"
+TOY = "tests.unit.separation.toy_object:Toy"
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -198,7 +198,7 @@ from separation.cluster import cluster
 from separation.group import PoolSpec
 
 async def main():
-    pools = [PoolSpec("trainer", "tests.unit.separation.toy:Toy", 1, gpus_per_worker=1.0)]
+    pools = [PoolSpec("trainer", "tests.unit.separation.toy_object:Toy", 1, gpus_per_worker=1.0)]
     async with cluster(pools, start_deadline=120) as groups:
         (worker,) = groups["trainer"].workers
         print(await worker.call("hello"), flush=True)

@@ -19,7 +19,7 @@ OTHERS = [family for family in FAMILIES if family != "qwen_image"]
 def test_every_family_makes_what_diffusers_makes() -> None:
     """Latents, log-probs, images and embeddings; alone and two tickets in a batch; guided and not; three shapes."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm_omni.families", *OTHERS],
+        [sys.executable, "-m", "tests.vllm_omni.compare_families", *OTHERS],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

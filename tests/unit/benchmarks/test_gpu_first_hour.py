@@ -11,7 +11,7 @@ import pytest
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.prepare import Prepared, prepare
 from benchmarks.gpu_first_hour import __main__ as program
-from benchmarks.gpu_first_hour import full_size, kernels
+from benchmarks.gpu_first_hour import full_size, kernel_bits
 from benchmarks.gpu_first_hour.__main__ import Stage
 from benchmarks.gpu_first_hour.sizes import SMALL, settings
 
@@ -78,7 +78,7 @@ def test_the_trainer_has_the_negative_prompts_of_true_guidance(work: Path) -> No
 
 
 def test_digests_repeat_on_a_cpu_in_both_dtypes(work: Path) -> None:
-    found = kernels.all_digests(work, rounds=2)
+    found = kernel_bits.all_digests(work, rounds=2)
     assert {name.rpartition(" in ")[2] for name in found} == {"bfloat16", "float32"} and len(found) == 12
     for name, made in found.items():
         assert len(set(made)) == 1 and len(made[0]) == 32, name

@@ -12,7 +12,7 @@ from checkpoint_engine.base import Draft
 from checkpoint_engine.collective import CollectiveReceiver
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
-from examples.checkpoint_engine.processes import ProcessSender, read
+from examples.checkpoint_engine.piped_processes import ProcessSender, read
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, lora
 
 

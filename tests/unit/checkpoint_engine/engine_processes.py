@@ -19,7 +19,7 @@ from checkpoint_engine import process_group as links_module
 from checkpoint_engine.collective import CollectiveReceiver
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch, Limit, TorchLink
-from examples.checkpoint_engine.processes import Channel, ProcessReceiver, ProcessSender, channel, serve
+from examples.checkpoint_engine.piped_processes import Channel, ProcessReceiver, ProcessSender, channel, serve
 from tests.support.forked import CONTEXT
 from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, lora

@@ -12,7 +12,7 @@ import torch
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.publisher import HostBuffers
-from examples.checkpoint_engine.processes import SharedPayload, read
+from examples.checkpoint_engine.piped_processes import SharedPayload, read
 from tests.unit.checkpoint_engine.engine_parts import lora
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ def test_a_shared_payload_goes_with_its_last_owner_or_its_process() -> None:
     del payload
     code = (
         "import numpy as np\n"
-        "from examples.checkpoint_engine.processes import SharedPayload\n"
+        "from examples.checkpoint_engine.piped_processes import SharedPayload\n"
         "payload = SharedPayload(np.zeros(1000, np.uint8))\n"
         "print(payload.reference)\n"
     )

@@ -8,7 +8,7 @@ import pytest
 from checkpoint_engine import RING, Delivery, Header, Publisher, Receiver, TransferFailed
 from checkpoint_engine.base import parents
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from examples.checkpoint_engine.processes import ProcessSender, SharedPayload
+from examples.checkpoint_engine.piped_processes import ProcessSender, SharedPayload
 from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_local import Local
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, lora

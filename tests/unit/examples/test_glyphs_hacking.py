@@ -1,10 +1,10 @@
-"""Tests on the kept runs of examples/glyphs/hacking.py: the present alarm tells hacked runs from honest ones."""
+"""Tests on the kept runs of examples/glyphs/hacked_runs.py: the present alarm tells hacked runs from honest ones."""
 
 import pytest
 
 from async_flowrl.observability.hacking import alarms
 from examples.glyphs.compare import ROOT
-from examples.glyphs.hacking import FROZEN_ON, JUDGED_ON, VARIANTS, as_it_should, load
+from examples.glyphs.hacked_runs import FROZEN_ON, JUDGED_ON, VARIANTS, as_it_should, load
 
 RESULTS = ROOT / "examples/glyphs/hacking_results"
 SEEDS = (*FROZEN_ON, *JUDGED_ON)

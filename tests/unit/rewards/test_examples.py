@@ -17,8 +17,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def prepare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
-    runpy.run_path(str(EXAMPLES / "ocr" / "prepare.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["write_parquet.py", *arguments])
+    runpy.run_path(str(EXAMPLES / "ocr" / "write_parquet.py"), run_name="__main__")
 
 
 def test_prepare_writes_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from separation.processes import alive, descendants, identity, kill_remaining, m
 from separation.worker_process import thread_environment
 from tests.support.virtual import run_virtual
 
-TOY = "tests.unit.separation.toy:Toy"
+TOY = "tests.unit.separation.toy_object:Toy"
 
 
 def test_local_workers_run_in_virtual_time() -> None:

@@ -16,7 +16,7 @@ from tests.support.toy_recovery import (
     summary,
 )
 from tests.support.toy_shared import shared_config, shared_toys
-from tests.unit.shared.runs import first
+from tests.unit.shared.shared_runs import first
 
 SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
 

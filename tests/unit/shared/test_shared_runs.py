@@ -10,7 +10,7 @@ from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy_pool import Timing, no_fault
 from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer
-from tests.unit.shared.runs import MODES, check, first, shared
+from tests.unit.shared.shared_runs import MODES, check, first, shared
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

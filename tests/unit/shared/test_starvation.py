@@ -8,7 +8,7 @@ import pytest
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import Disturbance
 from tests.support.toy_pool import Fault, Timing
-from tests.unit.shared.runs import MODES, check, shared
+from tests.unit.shared.shared_runs import MODES, check, shared
 
 EVALUATED = {"evaluate__every": 1, "evaluate__before_training": True}
 AHEAD = [mode for mode, settings in MODES.items() if settings["k"] > 0]

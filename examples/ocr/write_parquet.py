@@ -1,6 +1,6 @@
 """Writes train.parquet and test.parquet for the OCR reward: columns prompt, target, system_prompt, negative_prompt.
 
-python examples/ocr/prepare.py --out data/ocr
+python examples/ocr/write_parquet.py --out data/ocr
 python -m async_flowrl.main reward=ocr data.train=data/ocr/train.parquet data.evaluation=data/ocr/test.parquet
 """
 

@@ -1,6 +1,6 @@
 """What the prompts of a file cost a run: memory, CPU, and padding in batches of tickets.
 
-    python -m benchmarks.prompts FILE [--tokenizer FOLDER] [--prompts-per-step 16] [--steps 50]
+    python -m benchmarks.prompt_files FILE [--tokenizer FOLDER] [--prompts-per-step 16] [--steps 50]
 
 It says seconds and memory until a run knows the prompts, seconds to look some up, and the share of padding among the
 text positions of batches of tickets, by the order in which batches take prompts. Without --tokenizer a token is a word
@@ -18,7 +18,7 @@ from async_flowrl.data.load import load_data
 from async_flowrl.data.sampler import Sampler
 from async_flowrl.tickets.request import by_length
 from async_flowrl.types import Prompt
-from benchmarks.page import markdown_table
+from benchmarks.markdown_tables import markdown_table
 
 SIZES = 2, 4, 8
 """Tickets of a batch."""

@@ -1,8 +1,8 @@
 """Test of the reward-hacking alarm on the glyphs model: it must fire in runs that are made to hack, and in no other.
 
-python -m examples.glyphs.hacking                                  # every run without a result, then the table
-python -m examples.glyphs.hacking --variants honest --seeds 4      # one run
-python -m examples.glyphs.hacking --draw                           # the table alone, no training
+python -m examples.glyphs.hacked_runs                                  # every run without a result, then the table
+python -m examples.glyphs.hacked_runs --variants honest --seeds 4      # one run
+python -m examples.glyphs.hacked_runs --draw                           # the table alone, no training
 
 The alarm (async_flowrl.observability.hacking) fires when the trained reward rises while a held-out score, which is
 measured but not trained on, gets worse. `compressible` and `incompressible` reward small and large JPEG files: their
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from async_flowrl.observability.evaluations import Evaluation, read_evaluations
 from async_flowrl.observability.hacking import alarms, notices
-from benchmarks.page import between_markers
+from benchmarks.markdown_tables import between_markers
 
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN_ON, JUDGED_ON = (0, 1, 2, 3), (4, 5, 6, 7)

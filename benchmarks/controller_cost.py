@@ -1,4 +1,4 @@
-"""python -m benchmarks.controller: what the controller costs per ticket, with up to 1,000 workers.
+"""python -m benchmarks.controller_cost: what the controller costs per ticket, with up to 1,000 workers.
 
 The real loop, dispatch, tickets, trainer group, publisher, delivery and event log run in virtual time; only what
 runs in other processes is replaced by objects that answer at once. So the CPU time is the controller's own, without the
@@ -31,7 +31,7 @@ from async_flowrl.tickets.table import Shape, TicketTable
 from async_flowrl.training.messages import Manifest, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.parts import World, parts_of
 from async_flowrl.types import Prompt, RolloutReport, RolloutRequest, Scores, Trajectory
-from benchmarks.page import markdown_table
+from benchmarks.markdown_tables import markdown_table
 from checkpoint_engine import RING, Ack, Header, Layout, binding_probe, proof_tensors
 from tests.support.toy import toy_config, toy_context
 from tests.support.toy_weights import ToySender, toy_lora, toy_tensors
@@ -226,7 +226,7 @@ def markdown(costs: Sequence[Cost]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.controller")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.controller_cost")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks")
     parser.add_argument("--json", action="store_true")

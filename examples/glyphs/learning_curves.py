@@ -1,6 +1,6 @@
 """Curves of finished runs: their OCR scores, on training images and on held-out words, against images and seconds.
 
-python -m examples.glyphs.curves outputs/seed0 outputs/seed1 --out docs/images/glyphs_curves.png
+python -m examples.glyphs.learning_curves outputs/seed0 outputs/seed1 --out docs/images/glyphs_curves.png
 
 Held-out words are words that no training has seen. compare.py and readme_figure.py also read runs with `read`.
 """

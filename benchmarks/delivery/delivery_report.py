@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.page import markdown_table
+from benchmarks.markdown_tables import markdown_table
 
 COLUMNS = (
     ("transport", "transport", "{}"),

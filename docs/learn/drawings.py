@@ -1,4 +1,4 @@
-"""python docs/learn/pictures.py draws the pictures of docs/learn with the project's own steps and losses."""
+"""python docs/learn/drawings.py draws the pictures of docs/learn with the project's own steps and losses."""
 
 from itertools import pairwise
 from pathlib import Path
