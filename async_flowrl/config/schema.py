@@ -95,7 +95,8 @@ class RolloutConfig:
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
     """Workers on each node, exactly so many on num_workers / workers_per_node nodes; null = wherever there is room."""
     min_workers: int | None = setting(None, at_least=1, changes=NOTHING)
-    """Fewest workers with which the run starts; it ends if fewer stay (docs/do/nodes.md). null = num_workers."""
+    """Fewest workers with which the run starts; it ends if there are fewer for too long (docs/do/nodes.md). null =
+    num_workers."""
     max_workers: int | None = setting(None, at_least=1, changes=NOTHING)
     """Most workers: the pool grows to this number while nodes have room; null = num_workers. If min_workers or
     max_workers is set, the pool also gives up the workers of a node that is drained."""
@@ -174,7 +175,8 @@ class AlgorithmConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for an algorithm of your own; the built-in ones use the fields below."""
     final_images: bool = False
-    """true for an algorithm of your own that trains on final images, like diffusion_nft; no step then adds noise."""
+    """true for an algorithm of your own that trains on final images, like diffusion_nft and dpo; denoising steps
+    then add no noise."""
     sde_type: str = setting("sde", choices=SDE_TYPES)
     """Kind of noise in noisy denoising steps: sde (Flow-GRPO), dance_sde (DanceGRPO), cps (coefficients-preserving), or
     ode for no noise, which only algorithms on final images allow."""
@@ -242,7 +244,8 @@ class AlgorithmConfig:
     """Groups whose images all have the same reward. count: they count in the mean over the rows of a step. drop: they
     are not trained at all, their KL neither, and the mean is over the rows that are (flow_grpo's code)."""
     combine: str = setting("sum", choices=("sum", "per_reward"))
-    """Several rewards: sum adds them, weighted, then normalises; per_reward normalises each, then adds them so."""
+    """With several rewards: sum adds the weighted rewards, then normalises; per_reward normalises each, then adds them
+    with their weights."""
     correction: str | None = setting(None, choices=("none", "mask", "tis", "rollout_tis"))
     """Correction for images of older weights. none: nothing. mask: drops rows that moved too far from these weights.
     tis: truncated importance weights with respect to these weights. rollout_tis: the same with respect to the log-probs
@@ -394,7 +397,8 @@ class TrainerConfig:
     """Trainer ranks; they share the groups of a step. The trained weights do not depend on their number, except with
     tune=full and shard=full."""
     workers_per_node: int | None = setting(None, at_least=1, changes=NOTHING)
-    """Ranks on each node, in order, on num_workers / workers_per_node nodes; null = on as few nodes as possible."""
+    """Ranks on each node: exactly this many, in order, on num_workers / workers_per_node nodes; null = on as few
+    nodes as possible."""
     gpus_per_worker: float = setting(1.0, at_least=0, changes=NOTHING)
     """GPUs per rank, if the cluster has any; 0 trains on the CPU."""
     threads: int = setting(1, at_least=1, changes=ROUNDING)
