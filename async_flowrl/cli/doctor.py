@@ -35,11 +35,12 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.scoring_pools import TRAINER
 from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.memory.footprints import GIB
+from async_flowrl.memory.rehearsed import model_sizes
 from async_flowrl.observability.terminal import refuse, say
 from async_flowrl.rewards.model_weights import check_package
 from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 from async_flowrl.run.job import first_cause, refused
-from async_flowrl.run.launch import check_machine, check_pools, open_cluster
+from async_flowrl.run.launch import check_machine, check_pools, check_stored, open_cluster
 from async_flowrl.run.nodes import LIBRARIES, check_memory
 from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import Prepared, doubts_of, prepare
@@ -199,11 +200,24 @@ def wait_for(nodes: int, config: Config) -> bool:
 
 async def start(prepared: Prepared, folder: Path) -> int:
     """Starts and ends a run's workers, with its checks of them and of their nodes; returns their number."""
-    prepared = replace(prepared, config=replace(prepared.config, output_dir=str(folder)))
+    config = replace(prepared.config, output_dir=str(folder))
+    prepared = replace(prepared, config=config)
     async with open_cluster(prepared, folder / "logs") as groups:
         settled, devices, _ = await check_pools(prepared, groups, TrainerGroup(groups[TRAINER], prepared.algorithm))
         await check_memory(settled, groups, devices, folder)
+        if not config.runtime.in_threads:
+            await compare_store(settled)
         return sum(len(group.workers) for group in groups.values())
+
+
+async def compare_store(prepared: Prepared) -> None:
+    """Raises StoreTooSmall as the run does once its models are loaded; a warning for a model that cannot be planned."""
+    try:
+        trained = (await asyncio.to_thread(model_sizes, prepared.config)).adapter_parameters
+    except ValueError as error:
+        logging.getLogger(__name__).warning("the object store was not compared with a plan: %s", error)
+    else:
+        check_stored(prepared, trained)
 
 
 class Warnings(logging.Handler):
@@ -215,7 +229,10 @@ class Warnings(logging.Handler):
 
 def scratch(config: Config) -> tempfile.TemporaryDirectory[str]:
     folder = nearest(expanded(config.output_dir).absolute())
-    return tempfile.TemporaryDirectory(prefix=".async_flowrl_doctor_", dir=folder)
+    try:
+        return tempfile.TemporaryDirectory(prefix=".async_flowrl_doctor_", dir=folder)
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir} cannot be written: {error.strerror} in {folder}") from error
 
 
 def nearest(folder: Path) -> Path:

@@ -223,7 +223,7 @@ def _merged(written: DictConfig, unknown: list[str]) -> Any:
             if len(written) == 1 and not section:  # no key of the file is known
                 raise
             del owner[name]
-            unknown.append(key)
+            unknown += [] if removed(key) else [key]
 
 
 def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, sweeps: bool = False) -> list[str]:

@@ -153,6 +153,16 @@ def setting_of(requests: Sequence[RolloutRequest]) -> str:
 logger = logging.getLogger(__name__)
 
 
+def step_of(version: int) -> int:
+    """Returns the training step whose line of metrics has the evaluation of a version."""
+    return max(0, version - 1)
+
+
+def with_prefix(record: Evaluation, keys: Mapping[str, float]) -> dict[str, float]:
+    prefix = "evaluation_baseline" if record.baseline else "evaluation" if record.version else "evaluation_before"
+    return {f"{prefix}/{key}": value for key, value in keys.items()}
+
+
 @dataclass
 class EvaluationRecords:
     """Writes evaluations in the order in which they are complete; AfterStep (after_step.py) uses it."""
@@ -190,12 +200,10 @@ class EvaluationRecords:
 
     def metric_keys(self, step: int) -> dict[str, float]:
         """Returns the metrics of version `step` + 1; at step 0 also those of version 0 and of the baseline."""
-        prefixes = {(0, True): "evaluation_baseline", (0, False): "evaluation_before"} if step == 0 else {}
-        prefixes[step + 1, False] = "evaluation"
         keys, records = dict[str, float](), self.log.records
         for place, record in enumerate(records):
-            if prefix := prefixes.get((record.version, record.baseline)):
-                keys |= {f"{prefix}/{key}": value for key, value in metric_keys(record, records[:place]).items()}
+            if step_of(record.version) == step:
+                keys |= with_prefix(record, metric_keys(record, records[:place]))
         return keys
 
     def show(self, result: EvaluationResult) -> None:
@@ -206,10 +214,12 @@ class EvaluationRecords:
         if not record.curves:
             return
         keys = metric_keys(record, self.log.records)
-        # Added before `amend`: if the step's line is not written yet, `AfterStep` adds these keys.
+        # An evaluation with a record is not made again after a kill, so its keys are there first. If the step's line is
+        # not written yet, `AfterStep` adds the keys of the record; if it was written in between, they are added again.
+        step = step_of(result.version)
+        self.metrics.amend(step, with_prefix(record, keys))
         self.log.add(record)
-        step = max(0, result.version - 1)
-        self.metrics.amend(step, self.metric_keys(step))
+        self.metrics.amend(step, with_prefix(record, keys))
         if not record.baseline:
             self._watch_for_hacking()
         self.monitor.evaluation(

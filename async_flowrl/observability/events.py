@@ -91,11 +91,14 @@ def cut_unfinished_line(path: Path) -> None:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file that is always complete: under another name, synced, and then renamed."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def forget_steps(path: Path, step: int) -> None:

@@ -153,7 +153,7 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
     tensors, excluded = source.with_alpha(config.alpha).tensors, re.compile(policy.lora_exclude or "")
     tensors = {n: t for n, t in tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}
     parameters = lora_parameters(transformer)
-    check_fits(f"{where} does not fit lora.targets: it", tensors, parameters, all_of=True)
+    check_fits(where, tensors, parameters, all_of=True, what="lora.targets of the model")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])

@@ -62,7 +62,7 @@ def weights_files(folder: Path) -> list[Path]:
     if missing := [file.name for file in files if not file.is_file()]:
         variants = sorted(file.name for file in folder.glob("*.*.safetensors"))
         only = f"; of variants such as {variants[0]} none is read" if variants else ""
-        raise ValueError(f"there is no {folder.name}/{missing[0]}{only}")
+        raise ValueError(f"there is no {folder.name}/{missing[0]} in {folder.parent}{only}, and no other kind of file")
     return files
 
 
@@ -70,15 +70,19 @@ def indexed(index: Path) -> set[str]:
     return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
 
 
-def check_fits(where: object, tensors: Mapping[str, Tensor], model: Mapping[str, Tensor], *, all_of: bool) -> None:
-    """Raises ValueError, which begins with `where`, for another name or shape; `all_of`: also for a missing tensor."""
+def check_fits(
+    where: object, tensors: Mapping[str, Tensor], model: Mapping[str, Tensor], *, all_of: bool, what: str = "the model"
+) -> None:
+    """Raises ValueError, `where` does not fit `what`, for another name or shape; `all_of`: or a missing tensor."""
     extra, missing = sorted(tensors.keys() - model.keys()), sorted(model.keys() - tensors.keys()) if all_of else []
     if missing or extra:
-        first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which is not trained here"
-        raise ValueError(f"{where} {first} ({len(missing)} tensors missing, {len(extra)} too many)")
+        first = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which is unknown there"
+        counts = f"({len(missing)} tensors missing, {len(extra)} too many)"
+        raise ValueError(f"{where} does not fit {what}: it {first} {counts}")
     for name in sorted(tensors):
         if tensors[name].shape != model[name].shape:
-            raise ValueError(f"{where}: {name} is {list(tensors[name].shape)}, expected {list(model[name].shape)}")
+            shapes = f"{list(tensors[name].shape)}, expected {list(model[name].shape)}"
+            raise ValueError(f"{where} does not fit {what}: {name} is {shapes}")
 
 
 @dataclass(frozen=True)

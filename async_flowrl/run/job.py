@@ -93,9 +93,9 @@ def run(
             after_failure(ending)
             return refuse("interrupted", exit_codes.INTERRUPTED)
         except Exception as error:
-            logger.exception("the run failed")
             if (refusal := refused(error, config)) is not None:
                 return refuse(refusal, exit_codes.CONFIG)
+            logger.exception("the run failed")
             after_failure(ending)
             return refuse(
                 f"the run failed: {first_cause(error)} (traceback in {directory.logs}/controller.log)", exit_codes.ERROR

@@ -185,21 +185,25 @@ async def choose_transport(config: Config, sender: Worker, rollouts: Sequence[Wo
         configured = OBJECT_STORE
     async with deadline(config.deadlines.load, "load: software of the workers"):
         if config.rollout.engine == "vllm_omni":
-            await together(*(ask(worker, f"{check_installed.__module__}:check_installed") for worker in rollouts))
+            what = f"{check_installed.__module__}:check_installed"
+            await together(*(ask("rollout.engine", worker, what) for worker in rollouts))
         if configured == OBJECT_STORE:
             return OBJECT_STORE
         asked = [sender, *(rollouts if configured in (NCCL, PYNCCL) else ())]
-        answers = await together(*(ask(worker, TRANSPORT, configured) for worker in asked))
+        answers = await together(
+            *(ask("checkpoint_engine.transport", worker, TRANSPORT, configured) for worker in asked)
+        )
     return str(answers[0])
 
 
-async def ask(worker: Worker, method: str, *args: str) -> Any:
+async def ask(key: str, worker: Worker, method: str, *args: str) -> Any:
+    """Returns the worker's answer. ConfigError, which names the configuration key, for a ValueError."""
     try:
         return await worker.call(method, *args)
     except WorkerFailed as error:
         if error.kind != ValueError.__name__:
             raise
-        raise ConfigError(f"{worker.name} on node {worker.node}: {error.message}") from error
+        raise ConfigError(f"{key}: {worker.name} on node {worker.node}: {error.message}") from error
 
 
 async def lay_out(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -120,6 +121,20 @@ def test_what_held_out_terms_say_reaches_metrics_and_pictures_and_is_there_after
     found.show(EvaluationResult(**{**vars(plain), "version": 20}))
     silent = Image.open(tmp_path / "images" / "step_000020.png")
     assert grid.height == silent.height + PROMPTS * LINE_HEIGHT, "a line more below every image"
+
+
+def test_a_run_killed_while_its_metrics_are_amended_makes_the_evaluation_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = records(tmp_path, config_of(), Told())
+    with monkeypatch.context() as killed:
+        killed.setattr(found.metrics, "amend", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):
+            found.show(result(10, 0.5, 0.5))
+    again = records(tmp_path, config_of(), Told())
+    assert not again.log.records
+    again.show(result(10, 0.5, 0.5))
+    assert "evaluation/reward/mean" in again.metrics.read()[9]
 
 
 CURVE = ((0, 0.0, 0.8), (10, 0.3, 0.9), (20, 0.6, 0.3), (30, 0.9, 0.1))
