@@ -1,9 +1,11 @@
 """Tests of the checks of `prepare`, before anything is started, for every family of models."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from async_flowrl.cli.doctor import compare_store
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.launch import check_stored
 from async_flowrl.run.precheck import precheck
@@ -29,9 +31,13 @@ def test_the_store_must_hold_it_when_the_trained_parameters_are_known(
     monkeypatch.setattr("separation.ray_cluster.living_resources", lambda: [{"object_store_memory": 1e8}])
     found = prepared(tmp_path, "trainer.num_workers=2")
     check_stored(found, trained=1_000_000)
+    asyncio.run(compare_store(found))  # as the doctor does, by the plan's number of trained parameters
     with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store, which holds 0\.1 GB"):
         check_stored(found, trained=4_000_000)
     whole = ("tune=full", "trainer.num_workers=2", "trainer.shard=full")
     check_stored(prepared(tmp_path, *whole), trained=4_000_000)
     with pytest.raises(StoreTooSmall, match=r"results and weights lie in the object store"):
         check_stored(prepared(tmp_path, *whole), trained=20_000_000)
+    monkeypatch.setattr("separation.ray_cluster.living_resources", lambda: [{"object_store_memory": 1e5}])
+    with pytest.raises(StoreTooSmall):
+        asyncio.run(compare_store(found))
