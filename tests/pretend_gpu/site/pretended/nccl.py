@@ -241,7 +241,8 @@ def refuse_shared_devices(store: dist.Store, rank: int, size: int, device: torch
     found = []
     for other in range(size):
         while not store.check([f"bus/{other}"]):
-            time.sleep(POLL_SECONDS)
+            # Once the main thread has ended, Python ends this one, and aborts if it is within `check`.
+            time.sleep(POLL_SECONDS if threading.main_thread().is_alive() else threading.TIMEOUT_MAX)
         found.append(store.get(f"bus/{other}").decode())
     if len(set(found)) < size:
         raise dist.DistBackendError(
