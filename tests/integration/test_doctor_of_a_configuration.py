@@ -34,6 +34,7 @@ def test_what_cannot_start_is_named_and_is_the_exit_code(
     assert "failed   start: node 127.0.0.1 has 9.31e-07 GiB" in said and "two steps" not in said
 
 
+@pytest.mark.slow
 def test_two_steps_are_trained_where_nothing_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ("group_size=4", "trainer.micro_batch_size=4", "rollout.num_inference_steps=3")
     words = ["--run", "--config-name", "sync", *LOCAL, *short]

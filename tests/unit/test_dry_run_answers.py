@@ -34,7 +34,7 @@ from async_flowrl.training.trainer_worker import TrainerWorker
 from tests.support.published import use_published_models
 
 MODELS = [
-    name if name in ("tiny", "qwen_image", "flux_dev") else pytest.param(name, marks=pytest.mark.slow)
+    name if name in ("tiny", "qwen_image") else pytest.param(name, marks=pytest.mark.slow)
     for name in sorted(file.stem for file in (config_dir() / "model").glob("*.yaml"))
 ]
 MODES = ("sync", "stream", "one_step_off", "fully_async")

@@ -21,6 +21,7 @@ def rehearsed(*overrides: str) -> Rehearsal:
     return rehearse(compose_config("one_step_off", given), CARDS["H100"])
 
 
+@pytest.mark.slow
 def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
     """By the plan, too, which counts without the operations."""
     shared, separate = rehearsed("placement=shared"), rehearsed()

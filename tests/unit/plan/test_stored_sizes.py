@@ -10,7 +10,7 @@ from async_flowrl.memory.footprints import plan_memory
 from async_flowrl.memory.model_sizes import Sizes, stored_sizes
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.stored import stored_elements
-from tests.support.families import TWO_AND_SLOW, how, model_config
+from tests.support.families import NAMES, how, model_config
 
 
 def sizes(of: Sizes) -> dict[str, Any]:
@@ -27,7 +27,9 @@ def sizes(of: Sizes) -> dict[str, Any]:
     return {**counted, "beside": pytest.approx(of.root_bytes, rel=0.01)}
 
 
-@pytest.mark.parametrize("family", TWO_AND_SLOW)
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen_image" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_the_headers_of_the_files_say_the_sizes_of_the_network(family: str) -> None:
     given = compose_config("one_step_off", ["tune=full", "model.dtype=bfloat16"])
     given.model = replace(model_config(family), dtype="bfloat16")
