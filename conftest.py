@@ -84,13 +84,12 @@ def shared_models() -> Iterator[Any]:
     models.check()
 
 
-LANES = ("runs", "ranks", "clusters")
-"""Groups of tests that come one after the other in one process, so that several lanes go side by side.
+LANES = ("runs", "clusters")
+"""Groups of tests that come one after the other in one process: both go side by side, and beside the rest.
 
-Those of `runs` and `clusters` start clusters or time the CPU, and mostly wait. Those of `ranks` fork their processes
-from one that imports torch and diffusers once (tests/support/forked.py); each process of pytest would have its own. (So
-has that of `runs`, for the runs whose ranks are compared with Ray's.) A test is put into a lane by the mark `serial`,
-without a name into the last, or by a fixture of CLUSTERS.
+They start clusters, fork ranks or time the CPU, and mostly wait. Those of `runs` fork from one process, which imports
+torch and diffusers once (tests/support/forked.py). A test is put into a lane by the mark `serial`, without a name into
+the last, or by a fixture of CLUSTERS.
 """
 SHARED_CLUSTER = "ray_here"
 """Fixture of a cluster for the tests of several files, which come one after the other within their lane."""

@@ -58,7 +58,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
         assert (moment == "twice") == bool(sound(folder))
 
 
-@pytest.mark.serial("ranks")
+@pytest.mark.serial("runs")
 def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = ForkedRun(folder, "one_step_off", LONG, *SLOWLY[1:])

@@ -206,7 +206,7 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.Cap
     assert "weights.safetensors" in capsys.readouterr().err
 
 
-@pytest.mark.serial("ranks")
+@pytest.mark.serial("runs")
 def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

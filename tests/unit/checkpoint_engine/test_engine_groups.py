@@ -30,7 +30,7 @@ def train_ranks(folder: Path, *, beside: bool) -> list[tuple[list[list[float]], 
             process.join()
 
 
-@pytest.mark.serial("ranks")
+@pytest.mark.serial("runs")
 def test_fsdp_on_the_default_group_trains_the_same_weights_beside_deliveries(tmp_path: Path) -> None:
     alone, beside = (train_ranks(tmp_path, beside=beside) for beside in (False, True))
     for (weights, _, _), (same, _, world) in zip(alone, beside, strict=True):

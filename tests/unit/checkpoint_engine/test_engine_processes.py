@@ -10,7 +10,7 @@ import torch
 from checkpoint_engine import process_group as links_module
 from tests.unit.checkpoint_engine.engine_processes import BUCKET_BYTES, Rig, rig, usage
 
-pytestmark = pytest.mark.serial("ranks")
+pytestmark = pytest.mark.serial("runs")
 
 DTYPES = (torch.bfloat16, torch.int8)
 OTHER_DTYPES = (torch.float32, torch.float16, torch.float64)

@@ -13,7 +13,7 @@ from async_flowrl.config.schema import Config
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import Job, Outcome, run_alone, run_ranks
 
-pytestmark = pytest.mark.serial("ranks")
+pytestmark = pytest.mark.serial("runs")
 
 CLOSE = 2e-5
 """Largest distance of the float32 masters, relative to their change, that the order of float additions may explain."""

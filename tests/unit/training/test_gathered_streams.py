@@ -21,7 +21,7 @@ from tests.support.live import live_digest
 from tests.support.process_pool import ProcessPool
 from tests.unit.training.test_full_shards import full_config
 
-pytestmark = pytest.mark.serial("ranks")
+pytestmark = pytest.mark.serial("runs")
 
 SECONDS = 120.0
 BUCKET = 4000

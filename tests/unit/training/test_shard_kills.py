@@ -27,7 +27,7 @@ from async_flowrl.training.sharded import ShardSaving
 from checkpoint_engine.gather import shard_rows
 from tests.support.forked import CONTEXT
 
-pytestmark = pytest.mark.serial("ranks")
+pytestmark = pytest.mark.serial("runs")
 
 SHAPES = {"a": (300, 20), "b": (7, 3)}
 CHANGES = {"os.rename": 1, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0}

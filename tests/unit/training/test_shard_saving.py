@@ -15,7 +15,7 @@ from separation.supervise import together
 from tests.support.process_pool import ProcessPool
 from tests.unit.training.test_full_shards import full_config
 
-pytestmark = pytest.mark.serial("ranks")
+pytestmark = pytest.mark.serial("runs")
 
 FULL = 20_000
 """Bytes of a file after which the disk of one rank is full; its share is larger."""

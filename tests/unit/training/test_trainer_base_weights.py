@@ -10,7 +10,7 @@ from checkpoint_engine import base_digest
 from tests.support.families import NAMES, policy_of
 from tests.unit.training.base_weights_ranks import streamed
 
-pytestmark = pytest.mark.serial("ranks")
+pytestmark = pytest.mark.serial("runs")
 
 
 EVERY = [(family, dtype) for family in NAMES for dtype in ("bfloat16", "float32")]

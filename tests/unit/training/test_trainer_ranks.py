@@ -8,7 +8,7 @@ import pytest
 from tests.support import trainer_rig as rig
 from tests.unit.training.trainer_ranks import Job, Outcome, run_alone, run_ranks
 
-pytestmark = pytest.mark.serial("ranks")
+pytestmark = pytest.mark.serial("runs")
 
 STEPS = 2
 """Training steps of the jobs; in the first one lora_B is 0, so that lora_A has no gradient."""
