@@ -1,4 +1,4 @@
-"""Paths of files shipped with the package: `configs/` of a checkout, or its copy inside an installed wheel."""
+"""Paths and files: the configurations shipped with the package, paths as they are typed, and files written whole."""
 
 import hashlib
 import os
@@ -52,3 +52,16 @@ def _hint(candidates: list[Path]) -> str:
         if hint := did_you_mean(candidates[0].name, names, folder.joinpath):
             return hint
     return ""
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file that is always complete: under another name, synced, and then renamed."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import cut_unfinished_line, read_events, replace_file
+from async_flowrl.config.paths import replace_file
+from async_flowrl.observability.events import cut_unfinished_line, read_events
 from async_flowrl.observability.statistics import Change, Estimate, change, estimate
 
 # Kinds of curves: the trained reward and its terms, held-out terms, and the distance between images of a prompt.

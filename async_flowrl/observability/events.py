@@ -5,12 +5,12 @@ docs/run_directory.md lists the events and their fields. Every event has `time`;
 """
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.config.paths import replace_file
 from async_flowrl.observability.intervals import Interval
 from async_flowrl.observability.ledger import PoolLedger
 from async_flowrl.types import Span
@@ -86,19 +86,6 @@ def cut_unfinished_line(path: Path) -> None:
     with path.open("rb+") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
-
-
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file that is always complete: under another name, synced, and then renamed."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def forget_steps(path: Path, step: int) -> None:

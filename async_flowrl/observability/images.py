@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from async_flowrl.observability.events import replace_file
+from async_flowrl.config.paths import replace_file
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 # Characters of a prompt, and images of one, that a grid shows at most.

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import cut_unfinished_line, forget_steps, read_events, replace_file
+from async_flowrl.config.paths import replace_file
+from async_flowrl.observability.events import cut_unfinished_line, forget_steps, read_events
 
 Metrics = dict[str, Any]
 

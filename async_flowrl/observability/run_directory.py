@@ -12,8 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.paths import replace_file
 from async_flowrl.config.schema import FULL, LORA, Config
-from async_flowrl.observability.events import replace_file
 
 # Entries that a run writes before it starts to train.
 LEFT_BY_A_START = {".hydra", ".lock", "config.yaml", "logs"}

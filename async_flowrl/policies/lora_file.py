@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from async_flowrl.config.paths import expanded
-from async_flowrl.observability.events import replace_file
+from async_flowrl.config.paths import expanded, replace_file
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"

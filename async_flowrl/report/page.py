@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.observability.events import replace_file
+from async_flowrl.config.paths import replace_file
 from async_flowrl.report.document import Document, document
 from async_flowrl.report.pictures import data_uri
 
