@@ -30,7 +30,7 @@ def sound(folder: Path) -> list[int]:
 @pytest.mark.parametrize("moment", ["starting", "training", "twice"])
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     """Slow. While a run trains, the first ends it in order, to the whole process group as a terminal sends it; a second
-    one ends it at once. `make test` has Ctrl-C while a cluster starts (test_start.py), beside busy pools of processes
+    one ends it at once. `make test` has SIGTERM while a cluster starts (test_start.py), beside busy pools of processes
     (test_separation_processes.py), and in a run of threads (below)."""
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY)
