@@ -70,10 +70,12 @@ def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor
 def _never_eager(compiled: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch.fx.experimental import _config as shapes
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not config.fail_on_recompile_limit_hit:
             config.recompile_limit, config.fail_on_recompile_limit_hit = MAX_COMPILATIONS, True
+            shapes.use_duck_shape = False  # By default the code for a square image would be for squares alone.
         try:
             return compiled(*args, **kwargs)
         except FailOnRecompileLimitHit as error:
