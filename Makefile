@@ -118,6 +118,7 @@ $(VLM_SERVER_VENV)/.installed: tests/vlm_server/requirements.txt tests/vlm_serve
 OLDEST_VENV ?= .venv-oldest
 
 test-oldest: setup
+	mkdir -p build
 	$(VENV)/bin/uv pip compile --quiet --resolution lowest-direct --extra dev --constraint constraints.txt pyproject.toml \
 	  --python $(RUN) --output-file build/oldest.txt
 	$(PYTHON) -m venv --clear $(OLDEST_VENV)
