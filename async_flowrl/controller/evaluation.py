@@ -200,6 +200,8 @@ class EvaluationRecords:
 
     def metric_keys(self, step: int) -> dict[str, float]:
         """Returns the metrics of version `step` + 1; at step 0 also those of version 0 and of the baseline."""
+        if step > 0 and not evaluation_due(self.config, step + 1):
+            return {}
         keys, records = dict[str, float](), self.log.records
         for place, record in enumerate(records):
             if step_of(record.version) == step:

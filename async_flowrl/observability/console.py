@@ -29,13 +29,20 @@ AVERAGED_STEPS = 20
 class Display(View):
     """A console view, which shows nothing. The run calls `phase` and `begin` itself, and the rest through a Monitor."""
 
-    def __init__(self, total: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def phase(self, what: str) -> None:
+        """Shows what the run is doing before the first step, e.g. "loading the models"."""
+
+    def begin(self) -> None:
+        """The first step begins."""
+
+
+class Counting(Display):
+    """Base of the views that show steps: counts them and measures their speed."""
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.done, self._clock = total, 0, clock
         self._line: Mapping[str, Any] = {}
         self._ends: deque[float] = deque([clock()], maxlen=AVERAGED_STEPS + 1)
-
-    def phase(self, what: str) -> None:
-        """Shows what the run is doing before the first step, e.g. "loading the models"."""
 
     def begin(self) -> None:
         if not self._line:
@@ -59,7 +66,7 @@ class Display(View):
         return f"reward {reward} | staleness {staleness} | {self.step_seconds:.2f} s/step"
 
 
-class Lines(Display):
+class Lines(Counting):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         super().log(step, metrics)
         say(f"step {self.done}/{self.total} | {self.numbers} | {self.left}\n")
@@ -68,7 +75,7 @@ class Lines(Display):
         say(evaluation_line(version, metrics) + "\n")
 
 
-class Bar(Display):
+class Bar(Counting):
     """View of two rows below all other output: steps and time left; reward, staleness, speed and the last warning.
 
     The cursor stays visible, so that the terminal remains usable after the process is killed.
@@ -147,8 +154,9 @@ def console_of(setting: str) -> str:
 
 
 def open_display(config: Config) -> Display:
-    kinds: dict[str, type[Display]] = {"quiet": Display, "lines": Lines, "bar": Bar}
-    return kinds[console_of(config.console)](config.total_steps)
+    kinds: dict[str, type[Counting]] = {"lines": Lines, "bar": Bar}
+    console = console_of(config.console)
+    return Display() if console == "quiet" else kinds[console](config.total_steps)
 
 
 def number(value: Any, form: str = ".4f") -> str:

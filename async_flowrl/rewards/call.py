@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import math
 import re
+import reprlib
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -28,8 +29,10 @@ from separation.supervise import leaves
 MAX_SCORE = 1e30
 # Most extras of a term, and most characters of a text extra; a longer text is cut.
 MAX_EXTRAS, MAX_CHARACTERS = 32, 500
-# Characters of a prompt in messages.
+# Characters of a prompt in messages; of a longer one its beginning and its end.
 MAX_PROMPT = 200
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = MAX_PROMPT
 # Names of a term's own metrics (`reward/<term>/mean`); an extra of such a name is refused.
 STATISTICS = ("mean", "std", "group_std", "zero_std_ratio", "missing", "failures", "retries")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -152,7 +155,7 @@ async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Ex
 
     `config` has the retries of one image, the seconds before the first, and how many images are scored at a time.
     """
-    start, name, shown = time.time(), term.name, repr(shortened(prompt.text, MAX_PROMPT))
+    start, name, shown = time.time(), term.name, _SHOWN.repr(prompt.text)
     where, scores, retries = f"reward {name!r} on prompt {shown}", Scores((), {}), 0
 
     async def called(part: ByteArray) -> Any:

@@ -25,6 +25,8 @@ class Snapshots:
 
     def __init__(self, inputs: UpdateInputs, model: ResolvedModel, versions: Versions, update: Update) -> None:
         self.inputs, self.model, self.versions, self.update = inputs, model, versions, update
+        tuning = tuning_of(inputs.config)
+        self._lora = None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha}
         self._side = SideStream.of(inputs.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._copies: dict[int, Future[Checkpoint]] = {}
@@ -34,12 +36,11 @@ class Snapshots:
         """Returns the state without tensors, as JSON. Raises RuntimeError while an optimizer step is under way."""
         if (step := self.update.under_way) is not None:
             raise RuntimeError(f"step {step} is under way: what was added to it is not in the weights yet")
-        tuning = tuning_of(self.inputs.config)
         return {
             "version": self.versions.newest,
             "optimizer_steps": self.inputs.optimizer.steps,
             "sum_exponent": self.update.exponent,
-            "lora": None if tuning.rank is None else {"rank": tuning.rank, "alpha": tuning.alpha},
+            "lora": self._lora,
             "model": {"path": self.inputs.config.model.path, "revision": self.model.revision},
         }
 

@@ -37,6 +37,7 @@ class Versions:
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
         """`dtypes` maps the name of a tensor to the dtype in which the network uses it and in which it is sent."""
         self._config, self._parameters, self.dtypes = config, parameters, dtypes
+        self._whole = tuning_of(config).whole
         # Dtype in which versions are kept: the widest of `dtypes`.
         self.dtype = functools.reduce(torch.promote_types, dtypes.values())
         algorithm = config.algorithm
@@ -128,7 +129,7 @@ class Versions:
             # A warm start is the policy to stay close to, not the bare base model.
             return self._parameters.snapshot()
         # A version is never written to, so that this one stays what the run started at.
-        return self.of(0) if needed and tuning_of(self._config).whole else None
+        return self.of(0) if needed and self._whole else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Returns parts of a checkpoint: name of the part (retained, ema, sampling) → name → CPU tensor."""

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from async_flowrl.config import exit_codes
-from async_flowrl.observability.console import Bar, Display, Lines, console_of
+from async_flowrl.observability.console import Bar, Lines, console_of
 from async_flowrl.observability.evaluations import Curve, Evaluation
 from async_flowrl.observability.result import result_sentences
 from async_flowrl.observability.terminal import run_program
@@ -89,7 +89,7 @@ def test_the_bar_shows_progress_reward_staleness_and_the_last_warning() -> None:
 
 
 def test_steps_that_are_made_again_are_counted_once() -> None:
-    display = Display(100)
+    display = Lines(100)
     for step in (*range(10), 6):
         display.log(step, METRICS)
     assert display.done == 7
