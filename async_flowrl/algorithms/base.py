@@ -1,12 +1,12 @@
 """The interface of an algorithm, for the built-in ones and for your own (`algorithm.name=pkg.module:attr`).
 
 The controller calls `advantages` and `select`; a trainer rank calls `predict` and `loss`. All are pure functions.
-The trainer calls `predict` up to four times per micro-batch, each time under other weights, and passes the results on:
+The trainer calls `predict` under the trained weights, with gradients (`current`), and under those weights that the
+algorithm asks for by name in `needs`; it passes the results on as a mapping from these names:
 
-    current    the trained weights, with gradients
-    proximal   the weights at the start of the batch (None at the first optimizer step of a batch: equal to `current`)
-    behaviour  the weights that made the images (None unless `needs_behaviour`)
-    reference  the model before training (None unless `needs_reference`)
+    proximal   the weights at the start of the batch; not there at the first optimizer step of a batch: as `current`
+    behaviour  the weights that made the images
+    reference  the model before training
 
 All calls use the same shapes, grad mode and code, so equal weights give bit-equal predictions.
 """
@@ -100,7 +100,7 @@ class Algorithm(Protocol):
 
     - `name`, for messages; the built-in algorithms are registered under it.
     - `records`: what rollout workers record, "transitions" (noisy denoising steps) or "final" (final latents only).
-    - `needs_behaviour`, `needs_reference`: True if `loss` needs that prediction.
+    - `needs`: names of the predictions, besides `current`, that `loss` uses (see the module's docstring).
     - `vanishes_at_zero`: True if an image with advantage 0 has gradient zero; groups of such images are not trained.
     - `predicts`: keys of what `predict` returns; `reads`: keys of predictions that `loss` and `moved` use.
     - `group_local`: True if a group's advantages depend on no other group, which `hand_over=stream` requires.
@@ -110,8 +110,7 @@ class Algorithm(Protocol):
 
     name: str
     records: str
-    needs_behaviour: bool
-    needs_reference: bool
+    needs: Collection[str]
     vanishes_at_zero: bool
     predicts: Collection[str]
     reads: Collection[str]
@@ -136,19 +135,20 @@ class Algorithm(Protocol):
     def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
         """Returns the tensors named in `predicts` for the active weights; `velocity` calls the network."""
 
-    def loss(
-        self,
-        batch: MicroBatch,
-        current: Prediction,
-        proximal: Prediction | None,
-        behaviour: Prediction | None,
-        reference: Prediction | None,
-    ) -> LossOutput:
-        """Returns loss and metrics per row; the module's docstring says what the four predictions are.
+    def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
+        """Returns loss and metrics per row; `frozen` has the predictions without gradients that `needs` names.
 
-        With records = "transitions" the trainer also calls it with `current` alone (all others None) on a few rows per
+        With records = "transitions" the trainer also calls it with `current` alone on a few rows per
         batch, and reads only the metric `log_prob_gap`.
         """
+
+
+def keeps_proximal(algorithm: Algorithm) -> bool:
+    """Returns True if the loss needs predictions of the weights at the start of the batch, or behaviour ones.
+
+    Those are the behaviour predictions of images that these weights made.
+    """
+    return not {"proximal", "behaviour"}.isdisjoint(algorithm.needs)
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:

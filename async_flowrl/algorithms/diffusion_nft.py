@@ -1,14 +1,13 @@
 """DiffusionNFT (arXiv 2509.16117): trains the velocity on final images with fresh noise, without SDE steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.advantage import GroupAdvantages
-from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
+from async_flowrl.algorithms.base import MicroBatch, Prediction
+from async_flowrl.algorithms.final_images import FinalImages
 from async_flowrl.algorithms.sde import expand, mean_over_latent
-from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_WEIGHT = 1e-5
 # `algorithm.advantage_mode` → function of the clamped advantages [B]; `adv_mode` in the published code.
@@ -21,7 +20,7 @@ ADVANTAGE_MODES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class DiffusionNFT(GroupAdvantages):
+class DiffusionNFT(FinalImages):
     """Trains v+ = old + beta (new - old) to reconstruct good images, v- = old - beta (new - old) for bad ones.
 
     `new` is the velocity in training. `old` is the velocity of the policy that made the image, so stale images need no
@@ -29,57 +28,30 @@ class DiffusionNFT(GroupAdvantages):
     """
 
     name = "diffusion_nft"
-    records = "final"
-    predicts = reads = ("velocity", "noised")
-    needs_behaviour = True
+    uses = ("behaviour",)
     # With advantage 0 the gradient is zero only if the new velocity equals the old one; otherwise it pulls them
     # together.
     vanishes_at_zero = False
 
-    def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
-        super().__init__(config)
-        self.needs_reference = config.kl_coef > 0.0
-
-    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
-        """Returns `noised` = x_t, made with noise from `batch.seeds`, and `velocity` at x_t; both float32 [B, ...]."""
-        _, noised = draw(batch, batch.seeds)
-        return {"velocity": velocity(noised, batch.sigma), "noised": noised}
-
-    def loss(
-        self,
-        batch: MicroBatch,
-        current: Prediction,
-        proximal: Prediction | None,
-        behaviour: Prediction | None,
-        reference: Prediction | None,
-    ) -> LossOutput:
-        """Returns per row (r l(v+) + (1 - r) l(v-)) / beta · adv_clip_max + kl_coef · mean (v - v_ref)².
+    def objective(
+        self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns per row (r l(v+) + (1 - r) l(v-)) / beta · adv_clip_max.
 
         r is `optimality_probability` and l is `reconstruction_loss`.
         """
-        assert behaviour is not None, "needs_behaviour"
-        new, old = current["velocity"].double(), behaviour["velocity"].detach().double()
+        new, old = current["velocity"].double(), frozen["behaviour"]["velocity"].detach().double()
         beta, bound = self.config.beta, self.config.adv_clip_max
         optimality = optimality_probability(batch.advantages, bound=bound, mode=self.config.advantage_mode)
         positive = reconstruction_loss(batch, current, old + beta * (new - old))
         negative = reconstruction_loss(batch, current, old - beta * (new - old))
         loss = (optimality * positive + (1.0 - optimality) * negative) / beta * bound
-        ones = torch.ones_like(loss)
         metrics = {
-            "kept": (batch.advantages != 0).double(),
-            "nonzero": (batch.advantages != 0).double(),
             "positive_loss": positive.detach(),
             "negative_loss": negative.detach(),
             "old_deviation": mean_over_latent((new - old).detach().square()),
-            "ratio": ones,
-            "clip_fraction": 0.0 * ones,
-            "log_prob_gap": 0.0 * ones,
         }
-        if reference is not None:
-            kl = mean_over_latent((new - reference["velocity"].double()).square())
-            loss = loss + self.config.kl_coef * kl
-            metrics["kl"] = kl.detach()
-        return LossOutput(loss.float(), metrics)
+        return loss, metrics
 
 
 def optimality_probability(advantages: Tensor, *, bound: float, mode: str = "continuous") -> Tensor:

@@ -1,17 +1,19 @@
 """Online diffusion DPO (arXiv 2311.12908, with the flow-matching loss) on the best and worst image of each group."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from async_flowrl.algorithms.advantage import GroupAdvantages
-from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
-from async_flowrl.algorithms.sde import mean_over_latent
+from async_flowrl.algorithms.base import MicroBatch, Prediction
+from async_flowrl.algorithms.final_images import FinalImages
 from async_flowrl.transfers import upload
 
 
-class DPO(GroupAdvantages):
+class DPO(FinalImages):
     """DPO: the loss of a pair is -log sigmoid(-beta/2 (d_win - d_lose)).
 
     d = e(v) - e(v_ref), where e(u) = mean((u - (eps - x0))²) over latent elements is the flow-matching loss. Both
@@ -20,39 +22,28 @@ class DPO(GroupAdvantages):
     """
 
     name = "dpo"
-    records = "final"
-    predicts = reads = ("error",)
-    needs_behaviour = False
-    needs_reference = True
-    vanishes_at_zero = True
+    predicts = ("error",)
+    uses = ("reference",)
 
     def select(self, advantages: npt.NDArray[np.float64]) -> list[int]:
         """Returns [best, worst], of equal images the first; [] if all advantages are equal."""
         best, worst = int(np.argmax(advantages)), int(np.argmin(advantages))
         return [] if advantages[best] == advantages[worst] else [best, worst]
 
-    def predict(self, batch: MicroBatch, velocity: Velocity) -> Prediction:
-        """Returns `error` [B] float64, the flow-matching loss; both rows of a pair use the winner's seed."""
+    def seeds(self, batch: MicroBatch) -> Sequence[int]:
+        """Returns the winner's seed for both rows of a pair."""
         winners, losers = pairs(batch)
         shared = list(batch.seeds)
         for winner, loser in zip(winners, losers, strict=True):
             shared[loser] = batch.seeds[winner]
-        noise, noised = draw(batch, shared)
-        target = noise - batch.latents.float()
-        return {"error": mean_over_latent((velocity(noised, batch.sigma).double() - target.double()).square())}
+        return shared
 
-    def loss(
-        self,
-        batch: MicroBatch,
-        current: Prediction,
-        proximal: Prediction | None,
-        behaviour: Prediction | None,
-        reference: Prediction | None,
-    ) -> LossOutput:
+    def objective(
+        self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the pair's loss in both of its rows [B]."""
-        assert reference is not None, "needs_reference"
         winners, losers = pairs(batch)
-        gain = current["error"] - reference["error"].detach()
+        gain = current["error"] - frozen["reference"]["error"].detach()
         partner = torch.empty(len(batch.seeds), dtype=torch.int64)
         partner[winners], partner[losers] = torch.tensor(losers), torch.tensor(winners)
         sign = torch.ones(len(batch.seeds), dtype=gain.dtype)
@@ -60,15 +51,8 @@ class DPO(GroupAdvantages):
         sign, partner = upload(sign, gain.device), upload(partner, gain.device)
         margin = -self.config.beta / 2.0 * sign * (gain - gain[partner])
         ones = torch.ones_like(margin)
-        metrics = {
-            "kept": ones,
-            "nonzero": ones,
-            "preference_accuracy": (margin.detach() > 0).double(),
-            "ratio": ones,
-            "clip_fraction": 0.0 * ones,
-            "log_prob_gap": 0.0 * ones,
-        }
-        return LossOutput((-logsigmoid(margin)).float(), metrics)
+        metrics = {"kept": ones, "nonzero": ones, "preference_accuracy": (margin.detach() > 0).double()}
+        return -logsigmoid(margin), metrics
 
 
 def pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:

@@ -9,7 +9,7 @@ other log-ratios and divergences are means over them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -102,8 +102,9 @@ class PolicyGradient(GroupAdvantages, ABC):
     def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
         super().__init__(config)
         self.correction = correction
-        self.needs_behaviour = correction in ("mask", "tis")
-        self.needs_reference = config.kl_coef > 0.0 and config.kl_form != "proximal"
+        corrected, penalised = correction in ("mask", "tis"), config.kl_coef > 0.0 and config.kl_form != "proximal"
+        asked = {"proximal": True, "behaviour": corrected, "reference": penalised}
+        self.needs: Collection[str] = tuple(name for name, needed in asked.items() if needed)
         self.vanishes_at_zero = config.kl_coef == 0.0
         # True if `log_prob` is a log-density; False if it is the usual value for cps steps (see sde.log_prob).
         self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
@@ -126,21 +127,13 @@ class PolicyGradient(GroupAdvantages, ABC):
             value = sde.log_prob(batch.next_latents, step, self.config.sde_type)
         return {"log_prob": value, "mean": step.mean, "std": step.std.flatten()}
 
-    def loss(
-        self,
-        batch: MicroBatch,
-        current: Prediction,
-        proximal: Prediction | None,
-        behaviour: Prediction | None,
-        reference: Prediction | None,
-    ) -> LossOutput:
+    def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
         """Returns per row [B] float32: step weight · importance weight or mask · surrogate + kl_coef · KL; and metrics.
 
         Without `proximal`, the detached current prediction is used. Without `behaviour` there is no mask, and
         importance weights only with correction=rollout_tis.
         """
-        if proximal is None:
-            proximal = detached(current)
+        proximal, behaviour = frozen.get("proximal", detached(current)), frozen.get("behaviour")
         advantages = batch.advantages.double()
         surrogate = self.surrogate(batch, current, proximal)
         kept = surrogate.survives & (advantages != 0)
@@ -167,7 +160,7 @@ class PolicyGradient(GroupAdvantages, ABC):
         metrics["kept"] = kept.double()
         for sign, rows in (("positive", advantages > 0), ("negative", advantages < 0)):
             metrics |= {f"kept_{sign}": (kept & rows).double(), f"rows_{sign}": rows.double()}
-        if (kl := self._kl(batch, current, proximal, reference)) is not None:
+        if (kl := self._kl(batch, current, proximal, frozen.get("reference"))) is not None:
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
         return LossOutput(loss.float(), metrics)
@@ -178,7 +171,7 @@ class PolicyGradient(GroupAdvantages, ABC):
 
     def _read(self) -> Collection[str]:
         config = self.config
-        distance = self.needs_behaviour or self.needs_reference or self.needs_proximal_mean
+        distance = len(self.needs) > 1 or self.needs_proximal_mean
         if distance or config.max_kl_per_update is not None or config.kl_probe_images > 0:
             return ("log_prob", "mean", "std")
         scale = config.sde_type == "cps" or config.step_weight == "variance"

@@ -26,8 +26,8 @@ from async_flowrl.config.schema import AlgorithmConfig, Config
 BUILT_IN: dict[str, type] = {
     cls.name: cls for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO)
 }
-MEMBERS = ("name", "records", "needs_behaviour", "needs_reference", "vanishes_at_zero", "group_local",
-           "predicts", "reads", "advantages", "select", "predict", "loss")  # fmt: skip
+MEMBERS = ("name", "records", "needs", "vanishes_at_zero", "group_local", "predicts",
+           "reads", "advantages", "select", "predict", "loss")  # fmt: skip
 
 
 def build_algorithm(run: Config) -> Algorithm:
@@ -174,7 +174,7 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
         raise ValueError(f"{config.name} records {records!r}, so algorithm.final_images must be {must}")
     if hand_over == "stream" and not algorithm.group_local:
         raise ValueError("algorithm.global_std needs hand_over=batch: the batch's std is not known while it streams")
-    stale = max_staleness >= 1 and algorithm.records == "transitions" and not algorithm.needs_behaviour
+    stale = max_staleness >= 1 and algorithm.records == "transitions" and "behaviour" not in algorithm.needs
     as_shipped = isinstance(algorithm, PolicyGradient) and resolve_correction(config, max_staleness) == "none"
     if stale and config.correction != "none" and config.name not in BUILT_IN and not as_shipped:
         needs = f"max_staleness={max_staleness} needs algorithm.correction=none to be given explicitly"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.base import Algorithm, keeps_proximal
 from async_flowrl.config.schema import Config, TrainerConfig
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.rank_weights import ReplicatedWeights, ShardedWeights
@@ -147,8 +147,9 @@ class TrainerGroup:
             self._owners.begin(size)
             batch += self._owned(ctx, all_groups[start : start + size])
         async with failing_as_one() as tasks:
+            later = batch[size:] if keeps_proximal(self.algorithm) else []
             # Predicts with the weights at the start of the batch, on the ranks that train these groups later.
-            self._give(ctx, tasks, step, batch[size:], "update.proximal", most=1)
+            self._give(ctx, tasks, step, later, "update.proximal", most=1)
         return batch
 
     async def _taken(self, groups: Sequence[TrainingGroup]) -> AsyncIterator[Sequence[TrainingGroup]]:

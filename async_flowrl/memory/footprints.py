@@ -182,7 +182,7 @@ def _full_parts(config: Config, model: Sizes, activations: int, versions: int, m
     vector, beside_masters = model.adapter_parameters * FLOAT32_BYTES, model.itemsize < FLOAT32_BYTES
     if beside_masters:
         masters -= 1  # No copy of the live values is made while a version replaces them: the masters give them back.
-    reference = build_algorithm(config).needs_reference
+    reference = "reference" in build_algorithm(config).needs
     return {
         "base weights": model.base_bytes + model.buffer_bytes - (0 if beside_masters else vector),
         "masters and their gradient": 2 * vector,

@@ -1,4 +1,4 @@
-"""The forward passes of a trainer rank: predictions of a group's rows under up to four sets of weights.
+"""The forward passes of a trainer rank: predictions of a group's rows under the sets of weights that the loss needs.
 
     proximal    the weights at the start of the batch; needed only for its second and later optimizer steps
     behaviour   the version that made the group's images
@@ -17,7 +17,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import Algorithm, LossOutput, MicroBatch, Prediction, Velocity, detached
+from async_flowrl.algorithms.base import (
+    Algorithm,
+    LossOutput,
+    MicroBatch,
+    Prediction,
+    Velocity,
+    detached,
+    keeps_proximal,
+)
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
@@ -51,11 +59,9 @@ class UpdateInputs:
 
 @dataclass(frozen=True)
 class FrozenPredictions:
-    """Predictions without gradients for one part of a group, one per micro-batch; None if they are not needed."""
+    """Predictions without gradients for one part of a group, by name: one per micro-batch."""
 
-    proximal: list[Prediction] | None
-    behaviour: list[Prediction] | None
-    reference: list[Prediction] | None
+    by_name: Mapping[str, list[Prediction]]
     # True if the trained weights themselves made the images, so that `current` serves as behaviour prediction.
     on_policy: bool
 
@@ -116,42 +122,37 @@ class ForwardPasses:
     ) -> FrozenPredictions:
         """Returns all predictions of a part except `current`; with `probing` a few of `behaviour` for the probe."""
         inputs, meta = self._inputs, group.meta
+        by_name = dict[str, list[Prediction]]()
         proximal = self._proximal.get((meta.group, part.part)) if plan.update > 0 else None
         lacks_proximal = plan.update > 0 and proximal is None
-        if lacks_proximal and part.counts:
+        if lacks_proximal and part.counts and keeps_proximal(inputs.algorithm):
             raise ValueError(f"group {meta.group} has no proximal predictions for update {plan.update} of the batch")
         fresh = meta.age == 0 and not inputs.averaged
-        behaviour = proximal if fresh else None
+        if proximal is not None:
+            by_name["proximal"] = proximal
+            if fresh:
+                by_name["behaviour"] = proximal
         if not fresh and (probed := self._behaviour_batches(batches, probing=probing and plan.replay)):
             with measured.span("behaviour"), inputs.parameters.swapped(inputs.sampled_by(meta.version)):
-                behaviour = self.predict(group, probed)
-        reference = None
-        if inputs.algorithm.needs_reference:
+                by_name["behaviour"] = self.predict(group, probed)
+        if "reference" in inputs.algorithm.needs:
             base = inputs.reference
             under = reference_mode(inputs.policy.transformer) if base is None else inputs.parameters.swapped(base)
             with measured.span("reference"), under:
-                reference = self.predict(group, batches)
-        return FrozenPredictions(
-            proximal, behaviour, reference, on_policy=fresh and (plan.update == 0 or lacks_proximal)
-        )
+                by_name["reference"] = self.predict(group, batches)
+        return FrozenPredictions(by_name, on_policy=fresh and (plan.update == 0 or lacks_proximal))
 
     def train(
         self, group: Group, index: int, batch: MicroBatch, frozen: FrozenPredictions
     ) -> tuple[LossOutput, Prediction | None]:
         """Returns the loss, with its graph, of micro-batch number `index`, and its behaviour prediction or None."""
-        inputs = self._inputs
-        current = inputs.algorithm.predict(batch, self._velocity(group))
-        behaviour = _at(frozen.behaviour, index)
+        algorithm = self._inputs.algorithm
+        current = algorithm.predict(batch, self._velocity(group))
+        of_batch = {name: of[index] for name, of in frozen.by_name.items() if index < len(of)}
         if frozen.on_policy:
-            behaviour = detached(current)
-        output = inputs.algorithm.loss(
-            batch,
-            current,
-            _at(frozen.proximal, index),
-            behaviour if inputs.algorithm.needs_behaviour else None,
-            _at(frozen.reference, index),
-        )
-        return output, behaviour
+            of_batch["behaviour"] = detached(current)
+        needed = {name: of for name, of in of_batch.items() if name in algorithm.needs}
+        return algorithm.loss(batch, current, needed), of_batch.get("behaviour")
 
     def clean(self, group: Group, batch: MicroBatch) -> Tensor:
         """Returns the clean latents x - sigma · v [B, ...] that the trained weights predict."""
@@ -161,11 +162,11 @@ class ForwardPasses:
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
         """Returns the mean of |behaviour log-prob - recorded one|, trainer against engine at equal weights; or None."""
         rows = len(next(iter(cast("dict[str, Tensor]", behaviour).values())))
-        metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, None, None, None).metrics
+        metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, {}).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
     def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:
-        if self._inputs.algorithm.needs_behaviour:
+        if "behaviour" in self._inputs.algorithm.needs:
             return list(batches)
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
 
@@ -201,10 +202,6 @@ def copied(batch: MicroBatch) -> MicroBatch:
 
 def _per_row(batch: MicroBatch) -> list[str]:
     return [field.name for field in fields(batch) if field.name not in ("sigmas", "age")]
-
-
-def _at(predictions: list[Prediction] | None, index: int) -> Prediction | None:
-    return predictions[index] if predictions is not None and index < len(predictions) else None
 
 
 # Names of the trainer's own numbers of a part: loss, squared norm and largest magnitude of its gradient.

@@ -125,7 +125,7 @@ class TrainerWorker:
             device=self.device,
             sampled_by=self.versions.of,
             averaged=self.versions.sampling is not None,
-            reference=self.versions.reference(needed=self.algorithm.needs_reference),
+            reference=self.versions.reference(needed="reference" in self.algorithm.needs),
             turn=self._turn,
         )
         self.update = Update(made)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.tensor import DTensor
 
+from async_flowrl.algorithms.base import keeps_proximal
 from async_flowrl.algorithms.window import draw_window
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.model_sizes import Sizes, stored_sizes
@@ -191,7 +192,7 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     columns = trained_steps(config) // _columns(config)
     parts = -(-selected // trainer.micro_batch_size)
     groups, updates = config.prompts_per_step, trainer.updates_per_batch
-    later = groups - groups // updates
+    later = groups - groups // updates if keeps_proximal(algorithm) else 0
 
     def most(of_groups: int) -> int:
         if worker.world.by_group:
@@ -199,8 +200,8 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
         return -(-of_groups * parts // trainer.num_workers) * columns
 
     stale = config.max_staleness > 0 or worker.versions.sampling is not None
-    behaviour = groups if algorithm.needs_behaviour and stale else 0
-    reference = groups if algorithm.needs_reference else 0
+    behaviour = groups if "behaviour" in algorithm.needs and stale else 0
+    reference = groups if "reference" in algorithm.needs else 0
     return {
         "micro_batches": updates * most(groups // updates),
         "frozen_passes": most(later) + most(behaviour) + most(reference),

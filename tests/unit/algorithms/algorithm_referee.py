@@ -134,7 +134,7 @@ def row_gradients(algorithm: PolicyGradient, batch: MicroBatch, current: Weights
         fixed = behaviour
         velocity: Velocity = lambda x, sigma: fixed.velocity(x)  # noqa: E731
         stale = algorithm.predict(batch, velocity)
-    loss = algorithm.loss(batch, prediction, None, stale, None).loss
+    loss = algorithm.loss(batch, prediction, {} if stale is None else {"behaviour": stale}).loss
     grad_a, grad_b = torch.autograd.grad(loss.sum(), (a, b))
     return torch.cat([grad_a, grad_b], dim=1).double()
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import MicroBatch, Prediction
+from async_flowrl.algorithms.base import MicroBatch
 from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, frozen, nudged
 
 STEPS = [0, 1, 2, 3, 0, 1, 2, 3]
@@ -38,13 +38,6 @@ def networks() -> dict[str, Network]:
 
 
 def ours(algorithm: Any, batch: MicroBatch, nets: dict[str, Network], **without: None) -> Any:
-    def predicted(name: str) -> Prediction | None:
-        return None if name in without else algorithm.predict(batch, frozen(nets[name]))
-
-    return algorithm.loss(
-        batch,
-        algorithm.predict(batch, nets["current"]),
-        predicted("proximal"),
-        predicted("behaviour") if algorithm.needs_behaviour else None,
-        predicted("reference") if algorithm.needs_reference else None,
-    )
+    names = [name for name in algorithm.needs if name not in without]
+    frozen_ones = {name: algorithm.predict(batch, frozen(nets[name])) for name in names}
+    return algorithm.loss(batch, algorithm.predict(batch, nets["current"]), frozen_ones)

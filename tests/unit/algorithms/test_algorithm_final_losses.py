@@ -62,13 +62,9 @@ def nets() -> dict[str, Network]:
 def test_nft_value_and_gradient(settings: dict[str, Any]) -> None:
     algorithm = build(name="diffusion_nft", **settings)
     batch, networks = final_rows(4, 2, [1.0, -1.5, 0.0, 9.0]), nets()
-    output = algorithm.loss(
-        batch,
-        algorithm.predict(batch, networks["current"]),
-        None,
-        algorithm.predict(batch, frozen(networks["old"])),
-        algorithm.predict(batch, frozen(networks["reference"])) if algorithm.needs_reference else None,
-    )
+    by_name = {"behaviour": networks["old"], "reference": networks["reference"]}
+    others = {name: algorithm.predict(batch, frozen(by_name[name])) for name in algorithm.needs}
+    output = algorithm.loss(batch, algorithm.predict(batch, networks["current"]), others)
     expected = nft_reference(batch, networks, settings)
     assert output.loss.shape == (8,) and output.loss.dtype == torch.float32
     assert output.loss.double().sum().item() == pytest.approx(expected.item(), rel=1e-5)
@@ -81,7 +77,8 @@ def test_nft_value_and_gradient(settings: dict[str, Any]) -> None:
 def nft_gradient(advantage: float, *, old: Network, current: Network) -> Tensor:
     algorithm = build(name="diffusion_nft")
     batch = final_rows(1, 1, [advantage])
-    output = algorithm.loss(batch, algorithm.predict(batch, current), None, algorithm.predict(batch, frozen(old)), None)
+    behaviour = {"behaviour": algorithm.predict(batch, frozen(old))}
+    output = algorithm.loss(batch, algorithm.predict(batch, current), behaviour)
     return torch.autograd.grad(output.loss.sum(), [current.w])[0]
 
 
@@ -113,13 +110,8 @@ def test_noise_is_standard_and_mixed_at_the_rows_levels() -> None:
 def dpo_pair(levels: int, beta: float, networks: dict[str, Network]) -> tuple[Any, MicroBatch, Any]:
     algorithm = build(name="dpo", beta=beta)
     batch = final_rows(2, levels, [0.8, -1.2])
-    output = algorithm.loss(
-        batch,
-        algorithm.predict(batch, networks["current"]),
-        None,
-        None,
-        algorithm.predict(batch, frozen(networks["reference"])),
-    )
+    reference = {"reference": algorithm.predict(batch, frozen(networks["reference"]))}
+    output = algorithm.loss(batch, algorithm.predict(batch, networks["current"]), reference)
     return algorithm, batch, output
 
 
@@ -163,7 +155,9 @@ def test_training_moves_the_right_way_and_the_wrong_way(name: str, sign: float) 
     for step in range(40):
         batch = replace(base, latents=goal, next_latents=goal, seeds=tuple(range(10 * step, 10 * step + 10)))
         fixed = algorithm.predict(batch, frozen(reference))
-        loss = algorithm.loss(batch, algorithm.predict(batch, network), None, fixed, fixed).loss.mean()
+        loss = algorithm.loss(
+            batch, algorithm.predict(batch, network), dict.fromkeys(algorithm.needs, fixed)
+        ).loss.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -57,10 +57,10 @@ def train(name: str, **falsifier: bool) -> float:
         batch = micro_batch(points, np.concatenate(algorithm.advantages({"r": groups}, seeds=seeds)), STEPS)
         for half in range(2):
             optimizer.zero_grad()
-            proximal = algorithm.predict(batch, fixed(fresh)) if half else None
-            behaviour = algorithm.predict(batch, fixed(sampler)) if algorithm.needs_behaviour else None
+            by_name = {"behaviour": sampler} | ({"proximal": fresh} if half else {})
+            frozen = {n: algorithm.predict(batch, fixed(at)) for n, at in by_name.items() if n in algorithm.needs}
             current = algorithm.predict(batch, lambda x, sigma: a * x + b)
-            algorithm.loss(batch, current, proximal, behaviour, None).loss.mean().backward()
+            algorithm.loss(batch, current, frozen).loss.mean().backward()
             optimizer.step()
         sampler = fresh
     measure = config.sde_type, config.noise_level

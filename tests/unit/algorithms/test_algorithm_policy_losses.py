@@ -131,7 +131,7 @@ def test_the_first_update_has_the_policy_gradient() -> None:
     batch, nets = rows(STEPS, ADVANTAGES), networks()
     current = algorithm.predict(batch, nets["current"])
     current["log_prob"] = current["log_prob"].detach().requires_grad_(True)
-    algorithm.loss(batch, current, None, None, None).loss.sum().backward()
+    algorithm.loss(batch, current, {}).loss.sum().backward()
     assert torch.allclose(current["log_prob"].grad, -batch.advantages.double().clamp(-5, 5), atol=1e-6)
 
 

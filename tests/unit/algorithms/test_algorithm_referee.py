@@ -81,7 +81,7 @@ def test_stale_estimators_with_correction_land(name: str, fields: dict[str, Any]
 def test_stale_estimators_with_weights_to_the_recorded_log_probs_land(fields: dict[str, Any]) -> None:
     """`rollout_tis` needs no prediction of the behaviour policy: what the sampler recorded is enough."""
     algorithm = unclipped(**fields, correction="rollout_tis")
-    assert not algorithm.needs_behaviour
+    assert "behaviour" not in algorithm.needs
     exact = per_step_target(CURRENT, BEHAVIOUR, fields["sde_type"], fields["noise_level"]).sum(dim=0)
     estimated = estimate(algorithm, current=CURRENT, sampler=BEHAVIOUR, behaviour=None, scale=MEAN_OVER_D)
     assert deviations(estimated, exact) < LAND

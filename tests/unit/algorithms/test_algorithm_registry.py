@@ -43,8 +43,7 @@ def test_a_loss_reads_what_it_says_and_no_more(name: str) -> None:
     current = algorithm.predict(batch, lambda latents, sigma: 0.1 * latents)
     assert set(current) == set(algorithm.predicts)
     lean: Any = {key: value for key, value in current.items() if key in algorithm.reads}
-    needed = [lean if wanted else None for wanted in (algorithm.needs_behaviour, algorithm.needs_reference)]
-    assert torch.isfinite(algorithm.loss(batch, lean, lean, *needed).loss).all()
+    assert torch.isfinite(algorithm.loss(batch, lean, dict.fromkeys(algorithm.needs, lean)).loss).all()
     if name == "flow_grpo":
         assert algorithm.reads == ("log_prob",)
         assert build(name=name, kl_coef=0.1, kl_probe_images=0).reads == ("log_prob", "mean", "std")
@@ -72,7 +71,7 @@ def micro_batch() -> MicroBatch:
 def test_every_name_builds_what_the_protocol_wants(name: str) -> None:
     algorithm = build(name=name, **GOOD[name])
     assert algorithm.name == name and all(hasattr(algorithm, member) for member in MEMBERS)
-    assert algorithm.records == ("final" if name in ("diffusion_nft", "dpo") else "transitions")
+    assert algorithm.records == ("final" if name in FINAL else "transitions")
     assert algorithm.group_local
 
 
@@ -90,7 +89,7 @@ def test_every_name_builds_what_the_protocol_wants(name: str) -> None:
 def test_default_correction(staleness: int, given: str | None, resolved: str) -> None:
     assert resolve_correction(AlgorithmConfig(correction=given), staleness) == resolved
     algorithm = build(correction=given, max_staleness=staleness)
-    assert algorithm.needs_behaviour == (resolved != "none")
+    assert ("behaviour" in algorithm.needs) == (resolved != "none")
 
 
 @pytest.fixture
@@ -123,7 +122,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def test_own_algorithm_by_path(own: types.ModuleType) -> None:
     algorithm: Any = build(name="own_algorithms:Mine", options={"strength": 3.0}, correction="mask")
-    assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and algorithm.needs_behaviour
+    assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and "behaviour" in algorithm.needs
 
 
 OTHER: dict[str, Any] = {

@@ -28,7 +28,7 @@ def test_the_proximal_penalty_needs_no_reference_and_is_nothing_at_the_first_ste
     batch, nets = rows(STEPS, ADVANTAGES), networks()
     algorithm = policy_gradient(noise_level=0.8, kl_coef=1.0, kl_form="proximal", updates_per_batch=2)
     plain = policy_gradient(noise_level=0.8)
-    assert not algorithm.needs_reference and not algorithm.vanishes_at_zero
+    assert "reference" not in algorithm.needs and not algorithm.vanishes_at_zero
     parameters = list(nets["current"].parameters())
     first, without = (
         torch.autograd.grad(ours(a, batch, nets, proximal=None).loss.sum(), parameters) for a in (algorithm, plain)
@@ -49,7 +49,7 @@ def test_clip_in_nats_does_not_depend_on_resolution() -> None:
         current = algorithm.predict(batch, frozen(Network(3, 1)))
         nats = torch.tensor([0.65, 0.67], dtype=torch.float64)
         proximal = dict(current, log_prob=current["log_prob"] - nats / (tokens * 3))
-        assert algorithm.loss(batch, current, proximal, None, None).metrics["clip_fraction"].tolist() == [0.0, 1.0]
+        assert algorithm.loss(batch, current, {"proximal": proximal}).metrics["clip_fraction"].tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("fields", [{}, {"correction": "mask"}])
@@ -73,7 +73,7 @@ def test_cps_weights_are_those_of_the_density_in_either_form() -> None:
         policy_gradient(sde_type="cps", noise_level=0.8, **fields) for fields in ({}, {"clip_unit": "nats"})
     )
     for algorithm in (field, density):
-        algorithm.needs_behaviour = True
+        algorithm.needs = ("proximal", "behaviour")
     assert not field.gaussian and density.gaussian
     one, two = (ours(algorithm, batch, nets).metrics["behaviour_log_ratio"] for algorithm in (field, density))
     assert torch.allclose(one, two, atol=1e-9)
@@ -92,7 +92,7 @@ def kept_by_sign(algorithm: Any, kl: float, *, images: int = 400) -> tuple[float
         log_prob = -(sampled - center).double().square().sum(dim=(1, 2)) / (2 * 0.25 * elements)
         return {"log_prob": log_prob, "mean": center, "std": std}
 
-    metrics = algorithm.loss(batch, predicted(mean + shift), None, predicted(mean), None).metrics
+    metrics = algorithm.loss(batch, predicted(mean + shift), {"behaviour": predicted(mean)}).metrics
     assert metrics["behaviour_divergence"].mean() == pytest.approx(kl, rel=1e-3)
     shares = [float(metrics[f"kept_{sign}"].sum() / metrics[f"rows_{sign}"].sum()) for sign in ("positive", "negative")]
     return shares[0], shares[1]
