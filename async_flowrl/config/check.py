@@ -34,7 +34,7 @@ def check(config: Config) -> None:
     """Raises ConfigError for values or combinations that cannot work on any machine."""
     check_fields(config)
     placement = (_placement, _shared, _node, _elastic, _devices)
-    parts = (_mode, _sizes, *placement, _trainer, _tune, _reward_pools, _group_setup, _environment, _engine)
+    parts = (_mode, _sizes, *placement, _trainer, _tune, _quantize, _reward_pools, _group_setup, _environment, _engine)
     if refusal := next(chain.from_iterable(part(config) for part in parts), None):
         raise ConfigError(refusal)
 
@@ -126,6 +126,22 @@ def _tune(config: Config) -> Iterator[str]:
         yield "trainer.cpu_offload=true offloads a frozen base, and tune=full has none: set it to false"
     if config.rollout.engine != "diffusers":
         yield f"tune=full needs rollout.engine=diffusers, which alone takes whole weights, got {config.rollout.engine}"
+
+
+def _quantize(config: Config) -> Iterator[str]:
+    model, trainer = config.model, config.trainer
+    base, text = (f"model.{key}={getattr(model, key)}" for key in ("quantize", "quantize_text_encoder"))
+    if model.quantize is not None:
+        if config.tune == FULL:
+            yield f"{base} is for a frozen base, and tune=full trains it: use tune=lora"
+        if trainer.shard not in ("auto", "none") or trainer.cpu_offload:
+            value = "trainer.cpu_offload=true" if trainer.cpu_offload else f"trainer.shard={trainer.shard}"
+            yield f"{base} needs trainer.shard=none or auto, with which each rank holds the whole base, got {value}"
+    for setting, value in ((base, model.quantize), (text, model.quantize_text_encoder)):
+        if value is not None and config.rollout.engine == "vllm_omni":
+            yield f"{setting} needs rollout.engine=diffusers: vllm_omni cannot load the same bits"
+    if model.quantize_text_encoder is not None and model.weights == "random":
+        yield f"{text} needs model.weights=files: random models have no text encoders"
 
 
 def _reward_pools(config: Config) -> Iterator[str]:

@@ -79,6 +79,10 @@ class ModelConfig:
     """Name in the policies registry, or `pkg.module:attr` or `file.py:attr` of your own; auto: of model_index.json."""
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
     """Dtype in which the network computes; auto: that of the transformer's files. Latents, noise levels: float32."""
+    quantize: str | None = setting(None, choices=("int8", "fp8", "int4", "nf4"))
+    """How the blocks of the frozen base are stored: 8 bits a weight, or 4.25; null: in `dtype` (docs/do/quantize.md)."""
+    quantize_text_encoder: str | None = setting(None, choices=("int8", "fp8", "int4", "nf4"))
+    """The same for the text encoders."""
     max_sequence_length: int | None = setting(None, at_least=1)
     """Text tokens to which prompts are padded or cut, if the family does; null = the diffusers pipeline's default."""
     attention_backend: str | None = setting(None, changes=ROUNDING)

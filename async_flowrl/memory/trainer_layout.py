@@ -71,8 +71,8 @@ def candidates(config: Config) -> list[Config]:
     """Returns the configurations to try, the cheapest first; this one alone if no setting is `auto`."""
     trainer = config.trainer
     shards: list[tuple[str, int | None]] = [(trainer.shard, trainer.shard_size)]
-    separate = len(placement_of(config).pools) > 1
-    if trainer.shard == AUTO and trainer.num_workers > 1 and not trainer.cpu_offload and separate:
+    shares = len(placement_of(config).pools) > 1 and not trainer.cpu_offload and config.model.quantize is None
+    if trainer.shard == AUTO and trainer.num_workers > 1 and shares:
         per_node = trainer.workers_per_node if not tuning_of(config).whole else None
         hybrid = per_node is not None and 1 < per_node < trainer.num_workers
         shards = [("none", trainer.shard_size), ("hybrid", per_node) if hybrid else ("full", trainer.shard_size)]

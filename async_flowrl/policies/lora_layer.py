@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from async_flowrl.policies.quantized_layer import QuantizedLinear
+
 ADAPTER = "default"
 
 
@@ -26,7 +28,8 @@ def compute_copies(layer: nn.Module, dtype: torch.dtype | None = None) -> tuple[
 
 
 def compute_dtype(layer: nn.Module) -> torch.dtype:
-    return cast("torch.dtype", cast("Any", layer).get_base_layer().weight.dtype)
+    base = cast("Any", layer).get_base_layer()
+    return cast("torch.dtype", (base.scale if isinstance(base, QuantizedLinear) else base.weight).dtype)
 
 
 @cache

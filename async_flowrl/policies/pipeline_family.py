@@ -13,6 +13,7 @@ from torch import nn
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.base import PolicyFamily, Shapes
 from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, scale_factor
+from async_flowrl.policies.quantizer import NOT_QUANTIZED, Quantizer
 from async_flowrl.policies.stored import configuration
 from async_flowrl.transfers import settle
 from async_flowrl.types import Prompt, Sampling
@@ -45,6 +46,7 @@ class PipelineFamily(PolicyFamily):
         parts: str,
         revision: str | None = None,
         max_sequence_length: int | None = None,
+        quantizer: Quantizer = NOT_QUANTIZED,
     ) -> PipelinePolicy:
         import diffusers
 
@@ -56,15 +58,20 @@ class PipelineFamily(PolicyFamily):
             if parts in ("all", "offload", "cached"):
                 if parts == "cached":
                     options |= dict.fromkeys(inspect.signature(stock).parameters.keys() & set(TEXT_ENCODERS))
-                pipeline = load_whole(stock, path, device, text_on_host=parts == "offload", **options)
+                options |= quantizer.loaded(lambda: self.structure(path, dtype, revision), device)
+                pipeline = load_whole(
+                    stock, path, device, text_on_host=parts == "offload", quantizer=quantizer, **options
+                )
                 return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
             if parts in ("structure", "text"):
-                config = kind.load_config(path, subfolder="transformer", revision=revision)
-                transformer: Any = structure(kind, config, dtype)
+                transformer: Any = quantizer.quantized(self.structure(path, dtype, revision))
                 if parts == "text":
-                    pipeline = load_whole(stock, path, device, vae=None, transformer=None, **options)
+                    options |= {"vae": None, "transformer": None}
+                    pipeline = load_whole(stock, path, device, quantizer=quantizer, **options)
                     # Some pipelines read its configuration when they encode.
                     pipeline.register_modules(transformer=transformer)
+            elif quantized := quantizer.loaded(lambda: self.structure(path, dtype, revision), device):
+                transformer = quantized["transformer"]
             else:
                 transformer = kind.from_pretrained(path, subfolder="transformer", **options)
                 settle(transformer, device)
@@ -74,6 +81,12 @@ class PipelineFamily(PolicyFamily):
             vae = configuration(path, "vae", revision)
         options = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": max_sequence_length}
         return self.policy_of(transformer, scheduler, vae, **options)
+
+    def structure(self, path: str, dtype: torch.dtype, revision: str | None = None) -> nn.Module:
+        """Returns the network on the meta device, by its configuration."""
+        import diffusers
+
+        return structure(getattr(diffusers, self.transformer), configuration(path, "transformer", revision), dtype)
 
     def policy_of(self, transformer: Any, scheduler: Any, vae: Mapping[str, Any], **options: Any) -> PipelinePolicy:
         """Returns the policy of a network; `vae` is the configuration of its VAE, `options` are PipelinePolicy's."""
@@ -177,13 +190,22 @@ def quiet() -> Iterator[None]:
             logger.enable_progress_bar()
 
 
-def load_whole(stock: Any, path: str, device: torch.device, *, text_on_host: bool = False, **options: Any) -> Any:
+def load_whole(
+    stock: Any,
+    path: str,
+    device: torch.device,
+    *,
+    text_on_host: bool = False,
+    quantizer: Quantizer = NOT_QUANTIZED,
+    **options: Any,
+) -> Any:
     """Loads the pipeline of class `stock`, settled on `device`; a part for which `options` have None is left out."""
     host_parts: dict[str, Any] = {}
-    if text_on_host:
+    if text_on_host or quantizer.text is not None:
         others = options | {"transformer": None, "vae": None}
         text = stock.from_pretrained(path, trust_remote_code=False, **others)
-        settle_pipeline(text, torch.device("cpu"))
+        quantizer.quantize_text(text.components)
+        settle_pipeline(text, torch.device("cpu") if text_on_host else device)
         host_parts = {name: part for name, part in text.components.items() if part is not None}
     pipeline = stock.from_pretrained(path, device_map=device.type, trust_remote_code=False, **host_parts, **options)
     settle_pipeline(pipeline, device, except_for=host_parts)

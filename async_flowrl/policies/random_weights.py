@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from async_flowrl.config.models import Architecture
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
-from async_flowrl.policies.stored import Weights, configuration
+from async_flowrl.policies.quantizer import Quantizer
+from async_flowrl.policies.stored import Weights, configuration, fill
 from async_flowrl.policies.tiny import cache_dir, cached
-from async_flowrl.transfers import settle
 from async_flowrl.types import Conditioning, EncoderInput
 
 
@@ -58,19 +58,29 @@ def random_weights(family: PipelineFamily, path: str, dtype: torch.dtype) -> Ran
 
 
 def random_policy(
-    family: PipelineFamily, path: str, *, dtype: torch.dtype, device: torch.device, parts: str, longest: int | None
+    family: PipelineFamily,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    parts: str,
+    longest: int | None,
+    quantizer: Quantizer,
 ) -> PipelinePolicy:
     """Returns what `family.load` returns for the configuration files at `path`; `longest` is `max_sequence_length`."""
     import diffusers
 
-    policy = family.load(path, dtype=dtype, device=device, parts="structure", max_sequence_length=longest)
+    options: dict[str, Any] = {"max_sequence_length": longest, **quantizer.options}
+    policy = family.load(path, dtype=dtype, device=device, parts="structure", **options)
     if parts == "structure":
         return policy
-    network = _filled(policy.transformer, device)
+    network = policy.transformer
+    fill(network, quantizer.weights(), device)
     if parts == "transformer":
         return policy
     config, stock = configuration(path, "vae"), getattr(diffusers, family.pipeline)
-    vae = _filled(structure(getattr(diffusers, config["_class_name"]), config, dtype), device)
+    vae = structure(getattr(diffusers, config["_class_name"]), config, dtype)
+    fill(vae, RandomWeights(vae), device)
     parameters = inspect.signature(stock).parameters
     nothing = dict.fromkeys(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
@@ -78,17 +88,6 @@ def random_policy(
     policy = family.around(pipeline, dtype, max_sequence_length=longest)
     cast("Any", policy).encode = MethodType(_encode, policy)
     return policy
-
-
-def _filled(network: nn.Module, device: torch.device) -> nn.Module:
-    weights = RandomWeights(network)
-    for prefix, module in network.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                drawn = weights[f"{prefix}.{name}" if prefix else name].to(device)
-                module._parameters[name] = nn.Parameter(drawn, requires_grad=False)
-    settle(network, device)
-    return network
 
 
 def _encode(

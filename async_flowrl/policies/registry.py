@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.quantizer import QuantizedWeights, Quantizer, kept
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, indexed, weights_files
 from async_flowrl.types import Prompt
 
@@ -66,6 +67,8 @@ class ResolvedModel:
     attention_backend: str | None = None
     random: bool = False
     published: str | None = None
+    quantize: str | None = None
+    quantize_text_encoder: str | None = None
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -81,10 +84,13 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
         raise ValueError(f"model.weights=random knows {names} and local folders, got model.path {config.path!r}")
     published = config.path if random and config.path in architectures() else None
     path, family, revision = _published(published, config.family) if published else _located(config)
-    if random and not isinstance(load_family(family), PipelineFamily):
-        raise ValueError(f"model.weights=random needs a family built on PipelineFamily, got model.family {family}")
+    stored = {"quantize": config.quantize, "quantize_text_encoder": config.quantize_text_encoder}
+    needs = {"weights": "random" if random else None, **stored}
+    if any(needs.values()) and not isinstance(load_family(family), PipelineFamily):
+        setting = next(f"model.{key}={value}" for key, value in needs.items() if value)
+        raise ValueError(f"{setting} needs a family built on PipelineFamily, got model.family {family}")
     dtype, length, attention = _dtype(config, path, revision), config.max_sequence_length, config.attention_backend
-    return ResolvedModel(path, family, revision, dtype, length, attention, random, published)
+    return ResolvedModel(path, family, revision, dtype, length, attention, random, published, **stored)
 
 
 def _published(name: str, family: str = "auto") -> tuple[str, str, None]:
@@ -129,25 +135,43 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
     """Loads the policy (`parts` as in `PolicyFamily.load`); equal arguments give equal bits everywhere. ValueError."""
     folder, family, length = str(folder_of(resolved, parts)), load_family(resolved.family), resolved.max_sequence_length
     how: dict[str, Any] = {"dtype": DTYPES[dtype], "device": torch.device(device), "parts": parts}
+    quantizer = Quantizer(resolved.quantize, resolved.quantize_text_encoder, partial(weights_of, resolved))
     if resolved.random:
         from async_flowrl.policies.random_weights import random_policy
 
-        policy: Policy = random_policy(cast("PipelineFamily", family), folder, longest=length, **how)
+        how |= {"longest": length, "quantizer": quantizer}
+        policy: Policy = random_policy(cast("PipelineFamily", family), folder, **how)
     else:
-        policy = family.load(folder, max_sequence_length=length, **how)
+        policy = family.load(folder, max_sequence_length=length, **how, **quantizer.options)
     if resolved.attention_backend is not None:
         use_attention(policy.transformer, resolved.attention_backend)
     return policy
 
 
 def weights_of(model: ResolvedModel) -> Weights:
-    """Returns the transformer's tensors by name, each of which is read from its file, or drawn, at each access."""
-    if not model.random:
-        return StoredWeights(model.path, dtype=DTYPES[model.dtype], revision=model.revision)
-    from async_flowrl.policies.random_weights import random_weights
+    """Returns the transformer's tensors by name, each of which is read from its file, or drawn, at each access.
 
-    folder = str(folder_of(model, "structure"))
-    return random_weights(cast("PipelineFamily", load_family(model.family)), folder, DTYPES[model.dtype])
+    With `model.quantize` they are the codes and scales that this node keeps. Raises ValueError as `quantizer.kept`.
+    """
+    dtype, family = DTYPES[model.dtype], cast("PipelineFamily", load_family(model.family))
+    if model.random:
+        from async_flowrl.policies.random_weights import random_weights
+
+        folder = str(folder_of(model, "structure"))
+        drawn = random_weights(family, folder, dtype)
+        return (
+            drawn
+            if model.quantize is None
+            else QuantizedWeights(drawn, family.structure(folder, dtype), model.quantize, dtype)
+        )
+    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision)
+    if model.quantize is None:
+        return stored
+    network = family.structure(model.path, dtype, model.revision)
+    files = sorted(set(stored.sources.values())) if model.revision is None else []
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    folder = str(kept(QuantizedWeights(stored, network, model.quantize, dtype), [model.path, model.revision, state]))
+    return StoredWeights(folder, dtype=dtype)
 
 
 def folder_of(resolved: ResolvedModel, parts: str) -> Path:

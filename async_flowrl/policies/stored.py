@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from async_flowrl.config.error_text import did_you_mean, first_line
 from async_flowrl.config.hub import download, folder_here, hub_file
+from async_flowrl.transfers import settle
 
 FOLDER = "transformer"
 # The transformer's weights file; the names of several files, and of their index, are derived from it.
@@ -36,6 +37,18 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.sources)
+
+
+def fill(network: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    """Gives a frozen network on the meta device its weights and saved buffers, one at a time, settled on `device`."""
+    for name in network.state_dict():
+        place, _, leaf = name.rpartition(".")
+        module, tensor = network.get_submodule(place), weights[name].to(device)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+    settle(network, device)
 
 
 class StoredWeights(Weights):

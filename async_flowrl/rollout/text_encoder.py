@@ -193,7 +193,7 @@ def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, 
         {
             "format": FORMAT,
             "family": [model.family, source_digest(model.family)],
-            "dtype": model.dtype,
+            "dtype": " ".join(filter(None, (model.dtype, model.quantize_text_encoder))),
             "max_sequence_length": model.max_sequence_length,
             "device": [device.type, where, None if cuda else torch.get_num_threads(), deterministic],
             "packages": packages,

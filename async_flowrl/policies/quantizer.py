@@ -1,0 +1,147 @@
+"""The quantised base of a run (`model.quantize`): made once per node on the CPU, and the same bits wherever it is read.
+
+All processes load the codes and scales of one kept copy. So what samples, what trains, and the digest of the base are
+of the same numbers, and no device ever holds the weights that they were made of.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from async_flowrl.config.paths import replace_file
+from async_flowrl.policies.quantized_layer import FORMATS, quantizable, quantize
+from async_flowrl.policies.stored import FILE, FOLDER, Weights, fill
+from async_flowrl.policies.tiny import cache_dir
+
+logger = logging.getLogger(__name__)
+
+# Part of the key of a kept copy; increase it when the bits change that FORMATS give, or the choice of layers.
+_RECIPE = 1
+# Numbers that are quantised at a time, few enough for a CPU's cache; bytes of a file of the kept copy, at least.
+_AT_A_TIME, _FILE_BYTES = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Says how networks and text encoders are stored on the device: keys of FORMATS, or None for as in the files."""
+
+    base: str | None = None
+    text: str | None = None
+    weights: Callable[[], Mapping[str, Tensor]] = dict  # Of the network, in the format `base`, by name.
+
+    @property
+    def options(self) -> dict[str, "Quantizer"]:
+        """Keyword arguments for a family's `load`; without any quantisation none, because others' need not know it."""
+        return {"quantizer": self} if self.base or self.text else {}
+
+    def loaded(self, structure: Callable[[], nn.Module], device: torch.device) -> dict[str, nn.Module]:
+        """Returns {"transformer": the quantised network on `device`}; empty if the files' own weights are used."""
+        if self.base is None:
+            return {}
+        network = self.quantized(structure())
+        fill(network, self.weights(), device)
+        return {"transformer": network}
+
+    def quantized(self, network: nn.Module) -> nn.Module:
+        """Replaces layers of a network on the meta device and returns it."""
+        quantize(network, self.base)
+        return network
+
+    def quantize_text(self, encoders: Mapping[str, Any]) -> None:
+        """Replaces layers of text encoders in host memory."""
+        for encoder in encoders.values():
+            if isinstance(encoder, nn.Module):
+                quantize(encoder, self.text)
+
+
+NOT_QUANTIZED = Quantizer()
+
+
+class QuantizedWeights(Weights):
+    """The tensors of a network with quantised layers by name, made at each access of those in `source`."""
+
+    def __init__(self, source: Weights, network: nn.Module, name: str, dtype: torch.dtype) -> None:
+        """`network` is not quantised, and may be on the meta device; `name` is a key of FORMATS."""
+        layers = sorted(quantizable(network))
+        made = {f"{layer}.{part}": layer for layer in layers for part in ("weight", "scale")}
+        self.sources: dict[str, str | None] = dict.fromkeys(source) | made
+        self.key = [name, str(dtype), layers]
+        self._source, self._format, self._dtype = source, FORMATS[name], dtype
+        self._last: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if (layer := self.sources[name]) is None:
+            return self._source[name]
+        if name not in self._last:
+            codes, scales = self._encoded(self._source[f"{layer}.weight"].cpu())
+            self._last = {f"{layer}.weight": codes, f"{layer}.scale": scales}
+        return self._last[name]
+
+    def _encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = max(1, _AT_A_TIME // weight.shape[1])
+        parts = [self._format.encode(some.float(), self._dtype) for some in weight.split(rows)]
+        codes, scales = zip(*parts, strict=True)
+        return torch.cat(codes), torch.cat(scales)
+
+
+def kept(weights: QuantizedWeights, made_of: object) -> Path:
+    """Returns the folder of the node's kept copy, with a folder `transformer`; whoever is first writes it.
+
+    `made_of` says which files it is made of. Others wait meanwhile; a copy that was not finished is made again. Raises
+    ValueError if it cannot be written.
+    """
+    text = json.dumps([_RECIPE, weights.key, made_of], sort_keys=True)
+    target = cache_dir() / "quantized" / hashlib.sha256(text.encode()).hexdigest()[:32]
+    here = f".{target.name}-{platform.node()}"
+    work = target.with_name(here)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_name(f"{here}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_dir():
+                shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+                logger.info("the base is quantised, once on this node; it is kept in %s", target)
+                _write(weights, work / FOLDER)
+                _rename(work, target)
+    except OSError as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise ValueError(
+            f"model.quantize keeps the quantised base in {target.parent}, where it cannot be written "
+            f"({error.strerror}): make room, or set $ASYNC_FLOWRL_CACHE to another folder"
+        ) from error
+    return target
+
+
+def _write(weights: Weights, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+    for left, name in zip(range(len(weights) - 1, -1, -1), sorted(weights), strict=True):
+        tensors[name] = weights[name].contiguous()
+        if left and sum(tensor.nbytes for tensor in tensors.values()) < _FILE_BYTES:
+            continue
+        file = FILE.replace(".", f"-{len(places):05d}.", 1)
+        replace_file(folder / file, save(tensors))
+        places |= dict.fromkeys(tensors, file)
+        tensors = {}
+    replace_file(folder / f"{FILE}.index.json", json.dumps({"weight_map": places}))
+
+
+def _rename(work: Path, target: Path) -> None:
+    try:
+        work.rename(target)
+    except OSError:  # Another node that has the same folder was faster.
+        if not target.is_dir():
+            raise
+        shutil.rmtree(work, ignore_errors=True)
