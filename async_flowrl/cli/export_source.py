@@ -1,7 +1,7 @@
 """Reading of what is exported: a run directory, a checkpoint, or a LoRA of any format."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -131,4 +131,6 @@ def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path) -> None
 def _model(base: str | None, config: Config | None) -> ModelConfig | None:
     if config is None and base is None:
         return None
-    return with_base(config.model if config is not None else ModelConfig(path=str(base)), base)
+    trained_on = config.model if config is not None else ModelConfig(path=str(base))
+    # What is exported is for the model in its files, also if the run stored it in fewer bits.
+    return with_base(replace(trained_on, quantize=None, quantize_text_encoder=None), base)

@@ -111,6 +111,7 @@ def _training(source: Source) -> list[str]:
         ("evaluation prompts", "from the training file" if evaluated is None else f"`{Path(evaluated).name}`"),
         ("steps", f"{source.step if source.step is not None else config.total_steps} of {config.total_steps}"),
         ("images per step", f"{config.prompts_per_step} prompts × {config.group_size}"),
+        ("base in training", f"quantised to {config.model.quantize}" if config.model.quantize else "as in its files"),
         ("learning rate", f"{config.trainer.learning_rate:g}"),
         ("max_staleness", str(config.max_staleness)),
         ("resolution and denoising steps", f"{sizes}, {config.rollout.num_inference_steps}"),

@@ -137,8 +137,8 @@ def _quantize(config: Config) -> Iterator[str]:
         if trainer.shard not in ("auto", "none") or trainer.cpu_offload:
             value = "trainer.cpu_offload=true" if trainer.cpu_offload else f"trainer.shard={trainer.shard}"
             yield f"{base} needs trainer.shard=none or auto, with which each rank holds the whole base, got {value}"
-    for setting, value in ((base, model.quantize), (text, model.quantize_text_encoder)):
-        if value is not None and config.rollout.engine == "vllm_omni":
+    for setting, stored in ((base, model.quantize), (text, model.quantize_text_encoder)):
+        if stored is not None and config.rollout.engine == "vllm_omni":
             yield f"{setting} needs rollout.engine=diffusers: vllm_omni cannot load the same bits"
     if model.quantize_text_encoder is not None and model.weights == "random":
         yield f"{text} needs model.weights=files: random models have no text encoders"

@@ -80,7 +80,7 @@ class ModelConfig:
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16"))
     """Dtype in which the network computes; auto: that of the transformer's files. Latents, noise levels: float32."""
     quantize: str | None = setting(None, choices=("int8", "fp8", "int4", "nf4"))
-    """How the blocks of the frozen base are stored: 8 bits a weight, or 4.25; null: in `dtype` (docs/do/quantize.md)."""
+    """Blocks of the frozen base are stored in 8 bits a weight, or in 4.25; null: in `dtype` (docs/do/quantize.md)."""
     quantize_text_encoder: str | None = setting(None, choices=("int8", "fp8", "int4", "nf4"))
     """The same for the text encoders."""
     max_sequence_length: int | None = setting(None, at_least=1)

@@ -62,19 +62,24 @@ def loaders(rollouts: Sequence[Worker] = (), trainers: Sequence[Worker] = ()) ->
 
 
 async def download_model(model: ResolvedModel | None, workers: Sequence[tuple[Worker, str]], *, seconds: float) -> None:
-    """Downloads a hub model (None, local: nothing) to each node, by the worker of `workers` that loads most there.
+    """Downloads a hub model to each node and quantises its base, by the worker of `workers` that loads most there.
 
-    Raises DeadlineExceeded, which names the node, after `seconds`, and WorkerFailed with the hub's error.
+    For None, and for local files that are not quantised, it does nothing. Raises DeadlineExceeded, which names the
+    node, after `seconds` for each of both, and WorkerFailed with the hub's error.
     """
-    if model is None or model.revision is None:
+    if model is None or (model.revision is None and not model.keeps_copy):
         return
     chosen: dict[str, tuple[Worker, str]] = {}
     for worker, parts in sorted(workers, key=lambda pair: PARTS.index(pair[1])):
         chosen.setdefault(worker.node, (worker, parts))
-    logger.info("files of %s: fetched by %s", model.path, ", ".join(worker.name for worker, _ in chosen.values()))
+    logger.info("files of %s: made ready by %s", model.path, ", ".join(worker.name for worker, _ in chosen.values()))
     await together(*(_download(model, worker, parts, seconds) for worker, parts in chosen.values()))
 
 
 async def _download(model: ResolvedModel, worker: Worker, parts: str, seconds: float) -> None:
-    async with deadline(seconds, f"download: {model.path} to node {worker.node}, by {worker.name}"):
-        await worker.call("async_flowrl.config.hub:download", model.path, model.revision, parts)
+    if model.revision is not None:
+        async with deadline(seconds, f"download: {model.path} to node {worker.node}, by {worker.name}"):
+            await worker.call("async_flowrl.config.hub:download", model.path, model.revision, parts)
+    if model.keeps_copy and parts != "structure":
+        async with deadline(seconds, f"quantisation: {model.path} on node {worker.node}, by {worker.name}"):
+            await worker.call("async_flowrl.policies.registry:keep_copy", model)

@@ -6,7 +6,7 @@ which is made at each use, also in the backward pass, and never kept.
 
 import math
 import re
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -134,8 +134,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns y [..., out] for x [..., in], in the dtype of x."""
-        product: Tensor = _Product.apply(x, self.weight, self.scale.to(x.dtype), self.bias, self.table, self.format)
-        return product
+        product: Any = _Product.apply
+        return cast("Tensor", product(x, self.weight, self.scale.to(x.dtype), self.bias, self.table, self.format))
 
 
 class _Product(torch.autograd.Function):
@@ -150,7 +150,7 @@ class _Product(torch.autograd.Function):
         return nn.functional.linear(x, FORMATS[form].decode(codes, scale, table.to(x.dtype)), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         codes, scale, table = ctx.saved_tensors
         weight = FORMATS[ctx.form].decode(codes, scale, table.to(scale.dtype))
         return gradient @ weight, None, None, None, None, None

@@ -8,9 +8,11 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ class Quantizer:
     weights: Callable[[], Mapping[str, Tensor]] = dict  # Of the network, in the format `base`, by name.
 
     @property
-    def options(self) -> dict[str, "Quantizer"]:
+    def options(self) -> dict[str, Any]:
         """Keyword arguments for a family's `load`; without any quantisation none, because others' need not know it."""
         return {"quantizer": self} if self.base or self.text else {}
 
@@ -90,7 +92,7 @@ class QuantizedWeights(Weights):
 
     def _encoded(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         rows = max(1, _AT_A_TIME // weight.shape[1])
-        parts = [self._format.encode(some.float(), self._dtype) for some in weight.split(rows)]
+        parts = [self._format.encode(some.float(), self._dtype) for some in torch.split(weight, rows)]
         codes, scales = zip(*parts, strict=True)
         return torch.cat(codes), torch.cat(scales)
 
@@ -112,7 +114,8 @@ def kept(weights: QuantizedWeights, made_of: object) -> Path:
             if not target.is_dir():
                 shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
                 logger.info("the base is quantised, once on this node; it is kept in %s", target)
-                _write(weights, work / FOLDER)
+                with _all_cores():
+                    _write(weights, work / FOLDER)
                 _rename(work, target)
     except OSError as error:
         shutil.rmtree(work, ignore_errors=True)
@@ -121,6 +124,17 @@ def kept(weights: QuantizedWeights, made_of: object) -> Path:
             f"({error.strerror}): make room, or set $ASYNC_FLOWRL_CACHE to another folder"
         ) from error
     return target
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    # The others on the node wait. Bits do not depend on the number of threads, as each number is computed alone.
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _write(weights: Weights, folder: Path) -> None:

@@ -28,6 +28,7 @@ from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.quantizer import QuantizedWeights, Quantizer, kept
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, indexed, weights_files
+from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,11 @@ class ResolvedModel:
     published: str | None = None
     quantize: str | None = None
     quantize_text_encoder: str | None = None
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether each node keeps the quantised base (`keep_copy`); one of drawn weights is made at each loading."""
+        return self.quantize is not None and not self.random
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -159,11 +165,9 @@ def weights_of(model: ResolvedModel) -> Weights:
 
         folder = str(folder_of(model, "structure"))
         drawn = random_weights(family, folder, dtype)
-        return (
-            drawn
-            if model.quantize is None
-            else QuantizedWeights(drawn, family.structure(folder, dtype), model.quantize, dtype)
-        )
+        if model.quantize is None:
+            return drawn
+        return QuantizedWeights(drawn, family.structure(folder, dtype), model.quantize, dtype)
     stored = StoredWeights(model.path, dtype=dtype, revision=model.revision)
     if model.quantize is None:
         return stored
@@ -172,6 +176,12 @@ def weights_of(model: ResolvedModel) -> Weights:
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     folder = str(kept(QuantizedWeights(stored, network, model.quantize, dtype), [model.path, model.revision, state]))
     return StoredWeights(folder, dtype=dtype)
+
+
+def keep_copy(model: ResolvedModel) -> None:
+    """Makes this node's quantised base unless it is there; raises as `weights_of`."""
+    with ONE_AT_A_TIME:
+        weights_of(model)
 
 
 def folder_of(resolved: ResolvedModel, parts: str) -> Path:

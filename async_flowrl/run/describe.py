@@ -86,8 +86,9 @@ def run_of(config: Config) -> str:
 
 def model_of(prepared: Prepared) -> str:
     config, model = prepared.config, prepared.model
+    stored = "" if model.quantize is None else f" with the base in {model.quantize}"
     return (
-        f"{config.model.path} ({'random weights, ' * model.random}{model.family}, {model.dtype}, "
+        f"{config.model.path} ({'random weights, ' * model.random}{model.family}, {model.dtype}{stored}, "
         f"{prepared.sizes_in_words}), "
         f"{config.trained_in_words}, by {prepared.algorithm.name}"
     )

@@ -1,7 +1,7 @@
 """Tests of the download of a hub model: by one worker of each node, before any worker loads, with its own deadline."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
@@ -59,6 +59,20 @@ def test_the_first_rank_brings_the_transformer_where_no_rollout_worker_sits() ->
     run_virtual(download_model(HUB, loaders(trainers=ranks), seconds=60))
     assert workers[0].asked == []
     assert workers[1].asked[0][-1] == "transformer"
+
+
+def test_one_worker_of_every_node_that_reads_weights_quantises_them() -> None:
+    local = ResolvedModel("/models/one", "qwen_image", None, "bfloat16", quantize="nf4")
+    for model, before in ((local, []), (replace(HUB, quantize="nf4"), ["download"])):
+        workers = pools()
+        fetch(model, workers)
+        called = {worker.name: [method for method, *_ in worker.asked] for worker in workers if worker.asked}
+        everywhere = {"rollout-0": [*before, "keep_copy"], "rollout-2": [*before, "keep_copy"]}
+        structure = dict.fromkeys(("trainer-1", "trainer-3"), before)
+        assert called == {**everywhere, **{name: calls for name, calls in structure.items() if calls}}
+    workers = pools()
+    fetch(replace(local, random=True), workers)
+    assert not any(worker.asked for worker in workers)
 
 
 def test_the_node_that_is_late_is_named() -> None:

@@ -23,11 +23,14 @@ def jobs() -> dict[str, Job]:
     every.algorithm.kl_coef, every.algorithm.correction, every.algorithm.clip_range = 0.04, "mask", 0.1
     full = rig.tiny_config(micro_batch_size=2, learning_rate=1e-3)
     full.tune, full.model.dtype = "full", "bfloat16"
+    quantized = rig.tiny_config(micro_batch_size=2, gradient_checkpointing="full", shard="none")
+    quantized.model.quantize = "nf4"
     stale = [batches[0], [(replace(meta, version=0, age=1), tickets) for meta, tickets in batches[1]]]
     return {
         "plain": (config, batches),
         "every pass": (every, stale),
         "whole": (rig.tiny_config(micro_batch_size=2, shard="none"), batches),
+        "quantized": (quantized, batches),
         "four groups": (rig.tiny_config(micro_batch_size=2), [[sampler.group(0, group) for group in range(4)]]),
         "full weights": (full, batches),
         "offload": (rig.tiny_config(micro_batch_size=2, cpu_offload=True), batches),
@@ -81,6 +84,17 @@ def test_ranks_that_hold_the_whole_base_make_the_same_weights(two: dict[str, lis
     assert one["info"]["layout"] == "whole on each of 2" and one["sharded"] == 0
     assert one["digest"] == other["digest"] == two["plain"][0]["digest"]
     assert one["metrics"] == two["plain"][0]["metrics"]
+
+
+def test_ranks_with_a_quantized_base_make_the_weights_of_one(
+    jobs: dict[str, Job], two: dict[str, list[Outcome]]
+) -> None:
+    one, other = two["quantized"]
+    alone = run_alone(jobs["quantized"])
+    assert one["info"]["layout"] == "whole on each of 2"
+    assert one["info"]["base_digest"] == alone["info"]["base_digest"] != two["whole"][0]["info"]["base_digest"]
+    assert one["digest"] == other["digest"] == alone["digest"] != two["whole"][0]["digest"]
+    assert one["metrics"] == alone["metrics"]
 
 
 def test_a_rank_fetches_the_groups_that_it_trains_and_the_probe(
