@@ -26,6 +26,7 @@ from async_flowrl.observability.images import grid
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.base import PolicyFamily
+from async_flowrl.policies.pipeline import over_white
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
 from async_flowrl.tickets.request import sampling
@@ -118,7 +119,7 @@ def run_pipeline(pipeline: Any, model: ModelConfig, how: Sampling, prompt: str |
             images = pipeline(prompt, **(arguments_of(pipeline, model, how) | options)).images
     except FloatingPointError as error:
         raise ValueError(f"the images of {prompt!r:.80} have values that are not finite: {error}") from error
-    return np.stack([np.asarray(image.convert("RGB")) for image in images])
+    return over_white(torch.from_numpy(np.stack([np.asarray(image) for image in images]))).numpy()
 
 
 def arguments_of(

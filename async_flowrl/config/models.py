@@ -17,6 +17,7 @@ from async_flowrl.config.paths import config_dir, expanded
 # Class name of a diffusers pipeline (`_class_name` of model_index.json) → family.
 PIPELINES = {
     "QwenImagePipeline": "qwen_image",
+    "QwenImage21Pipeline": "qwen_image_21",
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
     "ZImagePipeline": "z_image",

@@ -53,7 +53,7 @@ class TinyConfig:
     """The tiny model with random weights that `model.path=tiny` builds."""
 
     family: str = "qwen_image"
-    """qwen_image, sd3, flux, z_image or sana, or `pkg.module:attr` or `file.py:attr` of your own."""
+    """qwen_image, qwen_image_21, sd3, flux, z_image or sana, or `pkg.module:attr` or `file.py:attr` of your own."""
     layers: int = setting(2, at_least=1)
     """Transformer blocks, of each kind that the family has."""
     heads: int = setting(8, at_least=1)

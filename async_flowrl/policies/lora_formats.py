@@ -108,7 +108,7 @@ def _prefixed(prefix: str) -> Convert:
 
 
 def _plain(source: LoraFile) -> dict[str, Tensor]:
-    """Returns the tensors under diffusers' names: its loader for Stable Diffusion 3 refuses a tensor for alpha."""
+    """Returns the tensors under diffusers' names, without alpha: some of its loaders refuse it or move the prefix."""
     return {PREFIX + name: tensor for name, tensor in source.tensors.items()}
 
 
@@ -204,6 +204,8 @@ def _entry(name: str, down: Tensor, up: Tensor, alpha: float) -> dict[str, Tenso
 FORMS: Mapping[str, Mapping[str, Convert]] = {
     "comfyui": {
         "qwen_image": _prefixed(COMFYUI_PREFIX),
+        # Under its own prefix ComfyUI knows only the fused layer `img_mlp.gate_up`; its halves have diffusers' names.
+        "qwen_image_21": _plain,
         "z_image": _prefixed(COMFYUI_PREFIX),
         "flux": _prefixed(PREFIX),
         "sd3": _plain,

@@ -67,6 +67,18 @@ def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device
     return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)
 
 
+def over_white(images: Tensor) -> Tensor:
+    """Returns RGB images uint8 [..., 3]; those with transparency, RGBA [..., 4], are laid over white.
+
+    Each value is rounded as Pillow's `Image.paste` with a mask rounds it.
+    """
+    if images.shape[-1] == 3:
+        return images
+    color, alpha = images[..., :3].to(torch.int32), images[..., 3:].to(torch.int32)
+    weighted = color * alpha + 255 * (255 - alpha) + 128
+    return ((weighted + (weighted >> 8)) >> 8).to(torch.uint8)
+
+
 class PipelinePolicy(Policy):
     """A policy that wraps a diffusers pipeline; without a pipeline (in the trainer) it cannot encode or decode."""
 
@@ -114,6 +126,7 @@ class PipelinePolicy(Policy):
         self._config = cast("Any", transformer).config
         self._text_options = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
         self._schedules: dict[tuple[int, int], Tensor] = {}
+        self._known_statistics: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         longest, length = self.longest_text, max_sequence_length
         if length is not None and longest is not None and length > longest:
             raise ValueError(f"model.max_sequence_length must be at most {longest} for {self.title}, got {length}")
@@ -298,7 +311,7 @@ class PipelinePolicy(Policy):
         """Returns images rounded as by diffusers' image processor."""
         pipeline = self.whole("decode images")
         images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
-        return cast("Tensor", (images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
+        return over_white((images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
         """Makes the VAE decode one image, or large images in overlapping tiles, at a time, to save memory.
@@ -320,6 +333,16 @@ class PipelinePolicy(Policy):
 
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         return latents
+
+    def _statistics(self, config: Any, like: Tensor) -> list[Tensor]:
+        """Returns mean and deviation of each channel of latents of a video VAE [n, C, frames, h, w], as `like`."""
+        kind = like.device, like.dtype
+        if kind not in self._known_statistics:
+            self._known_statistics[kind] = [
+                torch.tensor(values, device=like.device, dtype=like.dtype).view(1, -1, 1, 1, 1)
+                for values in (config.latents_mean, config.latents_std)
+            ]
+        return self._known_statistics[kind]
 
     def whole(self, purpose: str) -> Any:
         if self.pipeline is None:

@@ -30,6 +30,8 @@ class PipelineFamily(PolicyFamily):
     transformer: ClassVar[str]
     # Keys of the transformer's configuration that are numbers of blocks.
     layer_keys: ClassVar[tuple[str, ...]] = ("num_layers",)
+    # First version of diffusers that has these classes.
+    since: ClassVar[str] = "0.40"
     # Folder of the tokenizer whose limit cuts long prompts.
     tokenizer: ClassVar[str] = "tokenizer"
     # Default of the pipeline's `max_sequence_length`.
@@ -54,6 +56,7 @@ class PipelineFamily(PolicyFamily):
         # A trainer rank does not import the pipeline, which would bring its text encoder's code.
         stock: Any = None if parts in ("transformer", "structure") else getattr(diffusers, self.pipeline)
         options, pipeline = weight_options(dtype, revision), None
+        options |= self.own_parts(path, revision) if stock else {}
         with quiet():
             if parts in ("all", "offload", "cached"):
                 if parts == "cached":
@@ -87,6 +90,10 @@ class PipelineFamily(PolicyFamily):
         import diffusers
 
         return structure(getattr(diffusers, self.transformer), configuration(path, "transformer", revision), dtype)
+
+    def own_parts(self, path: str | None, revision: str | None = None) -> dict[str, Any]:
+        """Returns the pipeline's parts that diffusers should not load itself; of no path, parts that need no files."""
+        return {}
 
     def policy_of(self, transformer: Any, scheduler: Any, vae: Mapping[str, Any], **options: Any) -> PipelinePolicy:
         """Returns the policy of a network; `vae` is the configuration of its VAE, `options` are PipelinePolicy's."""
@@ -207,7 +214,7 @@ def load_whole(
         quantizer.quantize_text(text.components)
         settle_pipeline(text, torch.device("cpu") if text_on_host else device)
         host_parts = {name: part for name, part in text.components.items() if part is not None}
-    pipeline = stock.from_pretrained(path, device_map=device.type, trust_remote_code=False, **host_parts, **options)
+    pipeline = stock.from_pretrained(path, device_map=device.type, trust_remote_code=False, **options | host_parts)
     settle_pipeline(pipeline, device, except_for=host_parts)
     return pipeline
 

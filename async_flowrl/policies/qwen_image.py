@@ -43,7 +43,6 @@ class QwenImagePolicy(PipelinePolicy):
         qwen_text.skip_unused_lengths()
         if self._config.guidance_embeds:
             raise ValueError("Qwen-Image with embedded guidance (guidance_embeds=true) is not supported by diffusers")
-        self._known_statistics: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
 
     @property
     def lora_exclude(self) -> str:
@@ -105,15 +104,6 @@ class QwenImagePolicy(PipelinePolicy):
         # The pipeline divides by the reciprocal, too; a product would give other bits.
         decoded = vae.decode(unpacked / (1.0 / std) + mean, return_dict=False)[0]
         return cast("Tensor", decoded[:, :, 0])
-
-    def _statistics(self, config: Any, like: Tensor) -> list[Tensor]:
-        kind = like.device, like.dtype
-        if kind not in self._known_statistics:
-            self._known_statistics[kind] = [
-                torch.tensor(values, device=like.device, dtype=like.dtype).view(1, -1, 1, 1, 1)
-                for values in (config.latents_mean, config.latents_std)
-            ]
-        return self._known_statistics[kind]
 
 
 class QwenImageFamily(PipelineFamily):

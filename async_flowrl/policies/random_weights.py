@@ -84,7 +84,8 @@ def random_policy(
     parameters = inspect.signature(stock).parameters
     nothing = dict.fromkeys(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
-    pipeline = stock(**nothing | {"transformer": network, "vae": vae, "scheduler": scheduler})
+    loaded = {"transformer": network, "vae": vae, "scheduler": scheduler}
+    pipeline = stock(**nothing | family.own_parts(None) | loaded)
     policy = family.around(pipeline, dtype, max_sequence_length=longest)
     cast("Any", policy).encode = MethodType(_encode, policy)
     return policy

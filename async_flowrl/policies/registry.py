@@ -1,5 +1,6 @@
 """The registry of model families: resolves `model.path` (`resolve_model`) and loads the model (`load_policy`)."""
 
+import importlib.metadata
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, SafetensorsParsingError
+from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 
 from async_flowrl.config.check import check_fields
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 # Name of a model family → `pkg.module:attr` of its class.
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
+    "qwen_image_21": "async_flowrl.policies.qwen_image_21:QwenImage21Family",
     "sd3": "async_flowrl.policies.sd3:SD3Family",
     "flux": "async_flowrl.policies.flux:FluxFamily",
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
@@ -128,6 +131,8 @@ def _located(config: ModelConfig) -> tuple[str, str, str | None]:
     if config.path == TINY:
         from async_flowrl.policies.tiny import build_tiny
 
+        if config.tiny.family in FAMILIES:
+            load_family(config.tiny.family)
         path = str(build_tiny(config.tiny))
         index = Path(path) / "model_index.json"
     elif (local := local_index(config.path)) is not None:
@@ -222,9 +227,18 @@ def load_family(name: str) -> PolicyFamily:
     path = FAMILIES.get(name, name)
     family = import_named("model.family", path)
     try:
-        return cast("PolicyFamily", family())
+        built = cast("PolicyFamily", family())
     except Exception as error:
         raise ValueError(f"model.family {path} cannot be built: {in_one_line(error)}") from error
+    since = getattr(built, "since", "0")
+    if Version(installed := diffusers_version()) < Version(since):
+        raise ValueError(f"model.family {name} needs diffusers {since} or newer, installed is {installed}")
+    return built
+
+
+@cache
+def diffusers_version() -> str:
+    return importlib.metadata.version("diffusers")
 
 
 def family_of(pipeline: Any, family: str = "auto") -> PolicyFamily:
@@ -243,8 +257,11 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
 
     from async_flowrl.policies.pipeline_family import load_whole, quiet, weight_options
 
+    family = load_family(resolved.family)
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
+        if isinstance(family, PipelineFamily):
+            options |= family.own_parts(resolved.path, resolved.revision)
         return load_whole(DiffusionPipeline, resolved.path, torch.device(device), **options)
 
 
@@ -254,6 +271,12 @@ def _family(configured: str, file: Path, path: str) -> str:
         name = str(index.get("_class_name"))
         if name not in PIPELINES:
             raise ValueError(_no_family(f"the pipeline of model.path {path}", name))
+        if levels := index.get("sample_sigmas"):
+            raise ValueError(
+                f"model.path {path} is sampled at {len(levels)} noise levels of its own (sample_sigmas of "
+                "model_index.json), and runs take those of num_inference_steps: give a model without them"
+            )
+        load_family(PIPELINES[name])
         return PIPELINES[name]
     library, network = index.get("transformer") or (None, None)
     expected = getattr(load_family(configured), "transformer", None)

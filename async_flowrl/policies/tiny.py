@@ -24,7 +24,7 @@ from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
 # Values of `model.tiny.family`, each a module beside this one.
-TINY = ("qwen_image", "sd3", "flux", "z_image", "sana")
+TINY = ("qwen_image", "qwen_image_21", "sd3", "flux", "z_image", "sana")
 # Part of the cache key; increase it when the built bytes change.
 _RECIPE = 1
 CLIP_DIM, T5_DIM, TEXT_DIM = 16, 32, 32
@@ -83,6 +83,19 @@ def _key(config: TinyConfig) -> str:
 def _versions() -> list[str]:
     # Cached, because Python parses a package's whole description for its version.
     return [version(package) for package in ("diffusers", "transformers", "torch")]
+
+
+def spread_norms(*modules: Any) -> None:
+    """Changes the weights of norms, which are all alike at first, by -0.5 to 0.5: so a norm too many or too few shows.
+
+    Norms that store the factor less 1 change alike.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, weight in (parameter for module in modules for parameter in module.named_parameters()):
+            if name.endswith(("weight", "gamma")) and weight.numel() == len(weight):
+                weight.add_(torch.linspace(-0.5, 0.5, len(weight)).view_as(weight))
 
 
 def clip_tokenizer() -> Any:

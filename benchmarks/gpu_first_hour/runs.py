@@ -17,6 +17,7 @@ HALF = (*ONE, "rollout.gpus_per_worker=0.5", "trainer.gpus_per_worker=0.5")
 LOCAL = (*ONE, "runtime.backend=local")
 FAMILIES = {
     "flux": ("model=tiny_flux", "rollout.guidance_scale=3.5"),
+    "qwen_image_21": ("model=tiny_qwen_image_21",),
     "sana": ("model=tiny_sana",),
     "sd3": ("model=tiny_sd3",),
     "z_image": ("model=tiny_z_image",),

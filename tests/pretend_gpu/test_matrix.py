@@ -19,7 +19,10 @@ TRANSPORTS = {
 }
 FAMILIES = {
     family: ("one_step_off", (f"model=tiny_{family}", "model.tiny.heads=4", FEW_STEPS, NCCL, *own))
-    for family, own in {"flux": ("rollout.guidance_scale=3.5",), "sana": (), "sd3": (), "z_image": ()}.items()
+    for family, own in {
+        "flux": ("rollout.guidance_scale=3.5",),
+        **dict.fromkeys(("qwen_image_21", "sana", "sd3", "z_image"), ()),
+    }.items()
 }
 TRAINERS = {
     "sharded": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=full", NCCL)),

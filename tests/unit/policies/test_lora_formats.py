@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.seeds import derive, generator
+from tests.support.families import NAMES
 
 RANK, ALPHA = 4, 8.0
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.to_add_out")
@@ -18,6 +20,7 @@ LAYERS = {
         *(f"transformer_blocks.{block}.{name}" for block in (0, 11) for name in (*ATTENTION, "ff.net.0.proj")),
         *(f"single_transformer_blocks.1.{name}" for name in ("attn.to_q", "attn.to_v", "proj_out")),
     ],
+    "qwen_image_21": [f"transformer_blocks.0.img_mlp.{name}" for name in ("gate_layer", "proj", "out")],
 }
 
 
@@ -70,3 +73,30 @@ def test_fluxs_projections_are_fused_for_kohya_and_come_apart_again(tmp_path: Pa
         "proj_mlp",
     }
     assert not any(found[name].any() for name in extra)
+
+
+@pytest.mark.skipif("qwen_image_21" not in NAMES, reason="diffusers is older than the family")
+def test_the_gates_of_qwen_image_21_reach_the_fused_layer_of_comfyui(tmp_path: Path) -> None:
+    """By the rule of its comfy/lora.py: a LoRA of `gate_layer` is for the first half of `gate_up`, one of `proj` for
+    the second, under diffusers' names with or without `transformer.`, and not under `diffusion_model.`."""
+    mlp = "transformer_blocks.0.img_mlp"
+    fused = {f"{mlp}.gate_up": torch.zeros(32, 16), f"{mlp}.out": torch.zeros(16, 16)}
+    known: dict[str, tuple[str, slice]] = {}
+    for name, weight in fused.items():
+        halves = {"gate_layer": slice(0, 16), "proj": slice(16, 32)} if "gate_up" in name else {"out": slice(16)}
+        known |= {f"transformer.{mlp}.{half}": (name, rows) for half, rows in halves.items()}
+        known[f"diffusion_model.{name}"] = name, slice(len(weight))
+    source = adapter("qwen_image_21")
+    written = lora_formats.write(tmp_path / "it.safetensors", source, family="qwen_image_21", form="comfyui")
+    held = load_file(written)
+    for module in lora_file.modules_of(held):
+        name, rows = known[module]
+        fused[name][rows] += held[f"{module}.lora_B.weight"] @ held[f"{module}.lora_A.weight"]
+    deltas = {
+        layer: source.alpha / RANK * source.tensors[f"{layer}.lora_B.weight"] @ source.tensors[f"{layer}.lora_A.weight"]
+        for layer in LAYERS["qwen_image_21"]
+    }
+    gate_up = torch.cat([deltas[f"{mlp}.gate_layer"], deltas[f"{mlp}.proj"]])
+    assert torch.allclose(fused[f"{mlp}.gate_up"], gate_up, atol=1e-5) and gate_up.abs().min(dim=1).values.max() > 0
+    assert torch.allclose(fused[f"{mlp}.out"], deltas[f"{mlp}.out"], atol=1e-5)
+    assert same(lora_formats.read_back(written, "qwen_image_21").tensors, scaled(source))

@@ -9,7 +9,7 @@ import pytest
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model
+from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model, shapes_of
 from async_flowrl.run.describe import first_lines
 from async_flowrl.run.prepare import prepare
 from async_flowrl.types import Prompt
@@ -21,6 +21,14 @@ LONG = " ".join(f"word {number}" for number in range(60))
 
 def test_a_prompt_is_cut_where_the_encoder_stops_reading(family: str) -> None:
     model = resolve_model(replace(model_config(family), max_sequence_length=LIMIT))
+    if family == "qwen_image_21":  # Its pipeline has no limit but the number of positions, and cuts nothing.
+        with pytest.raises(ValueError, match=r"leave model\.max_sequence_length out"):
+            shapes_of(model, 32)
+        lengths = LengthCheck(replace(model, max_sequence_length=None))
+        assert lengths.read(Prompt(1, LONG)) is None
+        # A token is a byte here, and <|im_start|> is one.
+        assert lengths.read(Prompt(2, "x" * 8300)) == 8191 - len("<user\n")
+        return
     policy = load_policy(model, dtype="float32", device="cpu", parts="all")
     lengths = LengthCheck(model)
     assert lengths.read(Prompt(0, "short")) is None
