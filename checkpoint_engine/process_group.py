@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -201,25 +201,26 @@ def nccl_group(store: Store, rank: int, world: int) -> Any:
     # Connecting has no time limit and cannot be aborted, so it must be done in a thread that `Member.open` watches.
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = GROUP_TIMEOUT
-    with _ENVIRONMENT, _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ONLY):
+    with _ENVIRONMENT, _variables(SPARE_THE_PROCESS):
         group = dist.ProcessGroupNCCL(store, rank, world, options)
     group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group
 
 
 _ENVIRONMENT = threading.Lock()
-# With this value, torch's watchdog only aborts the communicator if a peer fails; by default it ends the process.
-ABORT_ONLY = "2"
+# If a peer fails, torch's watchdog only aborts the communicator, and nobody ends this process where the abort hangs; by
+# default either would.
+SPARE_THE_PROCESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 @contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.pop(name, None) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
+        for name, value in before.items():
             del os.environ[name]
-        else:
-            os.environ[name] = before
+            if value is not None:
+                os.environ[name] = value

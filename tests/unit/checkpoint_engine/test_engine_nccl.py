@@ -12,7 +12,11 @@ from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Limit, TorchLink, nccl_group
 from checkpoint_engine.transports import make_link
 
-WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+def environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in WATCHDOG}
 
 
 class Options:
@@ -25,7 +29,7 @@ class Group:
     Options = Options
 
     def __init__(self, store: object, rank: int, world: int, options: Options) -> None:
-        self.watchdog, self.timeout = os.environ.get(WATCHDOG), options._timeout
+        self.watchdog, self.timeout = environment(), options._timeout
         self.connected: list[torch.device] = []
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -51,12 +55,14 @@ def test_a_group_is_connected_when_it_is_made_and_its_watchdog_spares_the_proces
 ) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    if before is None:
-        monkeypatch.delenv(WATCHDOG, raising=False)
-    else:
-        monkeypatch.setenv(WATCHDOG, before)
+    for name in WATCHDOG:
+        if before is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, before)
     group = nccl_group(dist.Store(), 0, 2)
-    assert group.watchdog == "2" and os.environ.get(WATCHDOG) == before
+    assert group.watchdog == WATCHDOG
+    assert environment() == dict.fromkeys(WATCHDOG, before)
     assert group.timeout >= timedelta(days=1), "no limit of ours comes later"
     assert group.connected == [torch.device("cuda", 1)]
 
