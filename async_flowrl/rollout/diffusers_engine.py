@@ -69,7 +69,7 @@ class DiffusersEngine:
         """`tuning` says what is trained (default: a LoRA); `encoder` replaces the policy's. Raises ValueError."""
         self.policy, self.batch_size, self.device = policy, batch_size, torch.device(device)
         self._tuning = tuning
-        self._meter = Meter(policy.transformer)
+        self._meter = Meter()
         if encoder is None:
             offloaded = Offloaded(policy.text_encoders, self.device) if text_encoder == "offload" else None
             encoder = PolicyEncoder(policy, offloaded.visit if offloaded else nullcontext)

@@ -1,7 +1,8 @@
 """The frozen base on the trainer ranks, whole or spread by FSDP2; sharded.py has trained weights in shares."""
 
-import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,4 +70,12 @@ def checkpoint_blocks(policy: Policy, how: str) -> None:
     if how == "none":
         return
     for block in policy.blocks[:: 1 if how == "full" else int(how.removeprefix("every_"))]:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = _checkpointed(block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # torch.compile needs a Python frame of its own: it would step over a functools.partial and compile nothing.
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return called

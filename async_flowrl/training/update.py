@@ -52,7 +52,7 @@ class Update:
         self._region = TrustRegion(inputs, self._passes)
         kind = ShardSum if inputs.parameters.sharded else ExactSum
         self.sum = kind(len(inputs.parameters.gradients), inputs.device)
-        self._meter = Meter(inputs.policy.transformer)
+        self._meter = Meter()
         # Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
         self._next_exponent: int | None = None
         self.planned = Account()  # Account of the parts that all ranks together have to add.

@@ -1,6 +1,5 @@
 """Tests of one rank's optimizer step against a loop written out by hand, and of the rules around it."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,7 +140,7 @@ def test_gradient_checkpointing_gives_the_same_weights(
     how: str, blocks: list[bool], handed: list[list[rig.Handed]]
 ) -> None:
     plain, saving = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config(gradient_checkpointing=how))
-    assert [isinstance(block.forward, functools.partial) for block in saving.policy.blocks] == blocks
+    assert ["forward" in vars(block) for block in saving.policy.blocks] == blocks
     for step, batch in enumerate(handed[:1]):
         rig.update(plain, step, batch)
         rig.update(saving, step, batch)
