@@ -10,8 +10,9 @@ from checkpoint_engine.binding_proof import (
     tensor_probe,
 )
 from checkpoint_engine.delivery import Delivery
-from checkpoint_engine.digest import base_digest, weights_digest
+from checkpoint_engine.digest import weights_digest
 from checkpoint_engine.errors import TransferCorrupted, TransferFailed, VersionGone, WeightsMismatch
+from checkpoint_engine.incremental import base_digest
 from checkpoint_engine.layout import Layout
 from checkpoint_engine.publisher import Publisher
 from checkpoint_engine.receiver import Receiver

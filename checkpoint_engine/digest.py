@@ -5,7 +5,7 @@ not. Its seed is the tensor's offset in its layout. It detects accidents, but no
 """
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -45,15 +45,3 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         state.update(tensor_bytes(tensors[name].detach().float()).data)
     return state.hexdigest()
-
-
-def base_digest(tensors: Mapping[str, Tensor], names: Container[str] | None = None) -> str:
-    """Returns a digest (hex) over names, dtypes, shapes and bytes of tensors (those of `names`)."""
-    # One tensor at a time is copied to the host. It is many times faster than SHA-256 over all bytes.
-    parts: list[bytes | str] = []
-    for name in sorted(tensors):
-        if names is not None and name not in names:
-            continue
-        tensor = tensors[name]
-        parts += [name, str(tensor.dtype), str(tuple(tensor.shape)), digest_span(tensor_bytes(tensor), 0)]
-    return combine(parts)

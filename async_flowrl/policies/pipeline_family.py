@@ -76,7 +76,7 @@ class PipelineFamily(PolicyFamily):
             elif quantized := quantizer.loaded(lambda: self.structure(path, dtype, revision), device):
                 transformer = quantized["transformer"]
             else:
-                transformer = kind.from_pretrained(path, subfolder="transformer", **options)
+                transformer = kind.from_pretrained(path, subfolder="transformer", device_map={"": device}, **options)
                 settle(transformer, device)
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
                 path, subfolder="scheduler", revision=revision

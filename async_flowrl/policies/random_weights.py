@@ -39,7 +39,7 @@ class RandomWeights(Weights):
         source: Tensor = self.sources[name]
         if not source.is_meta:
             return source.detach()
-        # A single trainer rank asks for host memory; its bits have to be those of the device all the same.
+        # Where there is a device, whoever asks for host memory gets the bits of the device.
         drawn = torch.empty(source.shape, dtype=source.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
         if (inputs := math.prod(drawn.shape[1:])) == 1:
             return drawn.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -47,9 +47,9 @@ def load_model(
     does not fit the configuration: its sizes, its schedule, its layers.
     """
     trainer = config.trainer
-    # A single rank reads the model to the CPU. Several ranks read nothing before each has memory for its shard.
+    # Several ranks read nothing before each has memory for its shard.
     parts = "structure" if world.joined or one_base is not None else "transformer"
-    policy = load_policy(model, dtype=model.dtype, device="cpu", parts=parts)
+    policy = load_policy(model, dtype=model.dtype, device=device, parts=parts)
     tuning = tuning_of(config)
     if one_base is not None:
         one_base.share_parameters(policy.transformer, trained=tuning.parameters(policy.transformer))
