@@ -107,7 +107,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         joint_attention_dim=tiny.T5_DIM,
         pooled_projection_dim=tiny.CLIP_DIM,
         guidance_embeds=True,
-        axes_dims_rope=(4, 6, 6),
+        axes_dims_rope=(4, 4, 8),
     )
     # The settings of FLUX.1-dev.
     shift = {"shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}

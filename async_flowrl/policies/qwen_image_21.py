@@ -180,13 +180,11 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         axes_dims_rope=(4, 4, 8),
     )
     vae = diffusers.AutoencoderKLQwenImage21(base_dim=4, decoder_base_dim=4, dim_mult=[1] * 5, num_res_blocks=1)
-    text_encoder = tiny_text_encoder(processor.tokenizer)
     with torch.no_grad():
         vae.decoder.conv_out.weight.mul_(config.contrast)
         # The gates of random blocks are nearly shut, and the image passes by them.
         transformer.modulation[1].weight.mul_(4)
         transformer.img_in.weight.mul_(0.25)
-    tiny.spread_norms(vae, text_encoder, transformer)
     # The settings of Qwen/Qwen-Image-2.1.
     shift = {"base_shift": 0.5, "max_shift": 0.9, "shift": 1.0, "shift_terminal": 0.02}
     tokens = {"base_image_seq_len": 256, "max_image_seq_len": 8192}
@@ -195,7 +193,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
             use_dynamic_shifting=True, time_shift_type="exponential", **shift, **tokens
         ),
         vae=vae.eval(),
-        text_encoder=text_encoder.eval(),
+        text_encoder=tiny_text_encoder(processor.tokenizer).eval(),
         processor=processor,
         transformer=transformer.eval(),
     )

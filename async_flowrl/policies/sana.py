@@ -113,7 +113,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     return SanaPipeline(
         tokenizer=tokenizer,
         text_encoder=Gemma2Model(Gemma2Config(vocab_size=len(tokenizer), **sizes, **heads)).eval(),
-        vae=AutoencoderDC(latent_channels=16, scaling_factor=0.4, **stages).eval(),
+        vae=AutoencoderDC(latent_channels=16, scaling_factor=0.41407, **stages).eval(),
         transformer=transformer.eval(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     )

@@ -109,7 +109,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         n_heads=config.heads,
         n_kv_heads=config.heads,
         cap_feat_dim=tiny.TEXT_DIM,
-        axes_dims=[4, 6, 6],
+        axes_dims=[4, 4, 8],
         axes_lens=[256, 64, 64],
     )
     sizes = {"hidden_size": tiny.TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
