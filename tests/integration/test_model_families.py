@@ -41,6 +41,21 @@ def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
+def test_qwen_image_21_in_every_mode(mode: str, tune: str, tmp_path: Path) -> None:
+    """Two pools, one that does both, and a run in two parts: one digest. Prompts of two lengths share a batch."""
+    settings = [*options("qwen_image_21"), f"tune={tune}", "save.every=2", "rollout.tickets_per_batch=2"]
+    whole = train(tmp_path / "whole", mode, *settings, "total_steps=4")
+    shared = train(tmp_path / "shared", mode, *settings, "total_steps=4", "placement=shared")
+    train(tmp_path / "parts", mode, *settings, "total_steps=2")
+    resumed = train(tmp_path / "parts", mode, *settings, "total_steps=4", "resume=auto")
+    assert whole.digest == shared.digest == resumed.digest
+    assert len(set(whole.digests)) == 5 and whole.digests == shared.digests
+    assert whole.column("log_prob_gap")[0] < 1e-6
+
+
 def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
     """Latents [channels, frames, h, w] pass through steps, log-probs, payloads, batching and delivery."""
     model = [f"model.path={build_video(tmp_path / 'model')}", "model.family=tests.support.video:VideoFamily"]

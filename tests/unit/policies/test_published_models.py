@@ -1,0 +1,147 @@
+"""Tests of every model of configs/architectures/ at its own size, without weights: LoRA, tokens, schedule."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from async_flowrl.config.models import Architecture, architectures
+from async_flowrl.config.resolution import Resolution, height_width
+from async_flowrl.config.schema import LoraConfig
+from async_flowrl.policies.lora import attach_lora, lora_modules, lora_parameters
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.registry import load_family
+from tests.support.families import NAMES, how
+
+ADAPTED = {
+    "Qwen/Qwen-Image": (60 * 12 - 4, 6_592_512),
+    "Qwen/Qwen-Image-2.1": (32 * 7, 2_621_440),
+    "stabilityai/stable-diffusion-3.5-medium": (24 * 8 - 2, 583_680),
+    "stabilityai/stable-diffusion-3.5-large": (38 * 8 - 2, 1_468_928),
+    "black-forest-labs/FLUX.1-dev": (19 * 12 + 38 * 3, 2_801_664),
+    "Tongyi-MAI/Z-Image-Turbo": (34 * 7, 2_480_640),
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (20 * 8, 716_800),
+}
+"""Layers with a LoRA, blocks times those of a block less those without effect, and the numbers of one of rank 1."""
+SIZES: list[Resolution] = [512, 1024, (768, 1344)]
+KNOWN = [name for name in ADAPTED if architectures()[name].family in NAMES]
+
+
+class Reached(Exception):
+    """The stock pipeline calls its network: with these latents."""
+
+
+class Part(nn.Module):
+    """A part of a pipeline that has the configuration of a published one and nothing else."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, kind: Any, config: Any) -> None:
+        super().__init__()
+        usual = inspect.signature(kind.__init__).parameters.values()
+        values = {p.name: p.default for p in usual if p.default is not p.empty} | dict(config)
+        self.config = diffusers.configuration_utils.FrozenDict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        """Networks and VAEs have some of their settings as attributes, too."""
+        settings = self.__dict__.get("config", {})
+        return settings[name] if name in settings else super().__getattr__(name)
+
+    def forward(self, *arguments: Any, **inputs: Any) -> None:
+        raise Reached(inputs["hidden_states"] if "hidden_states" in inputs else arguments[0])
+
+    def cache_context(self, name: str) -> Any:
+        return torch.no_grad()
+
+    @property
+    def transformer_blocks(self) -> list[nn.Module]:
+        return []
+
+
+def family_of(architecture: Architecture) -> PipelineFamily:
+    family = load_family(architecture.family)
+    assert isinstance(family, PipelineFamily)
+    return family
+
+
+def scheduler_of(architecture: Architecture) -> Any:
+    """As published; an Euler scheduler of the same shift for SANA, whose multistep solver is not trained with."""
+    config = dict(architecture.scheduler or {})
+    shift = {"shift": config.pop("flow_shift")} if "flow_shift" in config else {}
+    return diffusers.FlowMatchEulerDiscreteScheduler(**config, **shift)
+
+
+def test_every_published_model_is_here() -> None:
+    distinct = {id(architecture): name for name, architecture in reversed(architectures().items())}
+    assert set(distinct.values()) == set(ADAPTED)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_its_lora_has_the_layers_and_the_shapes_of_its_network(name: str) -> None:
+    architecture = architectures()[name]
+    family = family_of(architecture)
+    table = {"pos_embed_max_size": 16} if architecture.family == "sd3" else {}  # which takes long to compute
+    with torch.device("meta"):
+        network: Any = getattr(diffusers, family.transformer)(**architecture.transformer | table)
+    shapes = {layer: tuple(module.weight.shape) for layer, module in network.named_modules() if is_linear(module)}
+    policy = family.policy_of(network, None, architecture.vae, dtype=torch.bfloat16)
+    attach_lora(network, LoraConfig(rank=1, alpha=1.0), policy)
+    adapted = set(lora_modules(network))
+    assert all(any(layer.endswith(f".{target}") for layer in adapted) for target in policy.lora_targets)
+    expected = {f"{layer}.lora_A.weight": (1, shapes[layer][1]) for layer in adapted}
+    expected |= {f"{layer}.lora_B.weight": (shapes[layer][0], 1) for layer in adapted}
+    found = {layer: tuple(parameter.shape) for layer, parameter in lora_parameters(network).items()}
+    assert found == expected
+    assert (len(adapted), sum(sum(shapes[layer]) for layer in adapted)) == ADAPTED[name]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
+    """Stock pipelines, stopped where they call the network for the first time."""
+    architecture = architectures()[name]
+    family = family_of(architecture)
+    network = Part(getattr(diffusers, family.transformer), architecture.transformer)
+    vae = Part(getattr(diffusers, architecture.vae["_class_name"]), architecture.vae)
+    policy = family.policy_of(network, scheduler_of(architecture), architecture.vae, dtype=torch.float32)
+    stock = stock_pipeline(family, network, vae, scheduler_of(architecture))
+    for size in SIZES:
+        (height, width), steps = height_width(size), family.usual_steps
+        with pytest.raises(Reached) as reached:
+            stock(
+                height=height,
+                width=width,
+                num_inference_steps=steps,
+                output_type="latent",
+                **conditioning(policy),
+                **family.guidance_arguments(replace(how(architecture.family), negative_prompt="")),
+                **({"use_resolution_binning": False} if architecture.family == "sana" else {}),
+            )
+        (latents,) = reached.value.args
+        shape = (latents[0] if isinstance(latents, list) else latents).squeeze().shape
+        assert shape == policy.latent_shape(size), size
+        assert torch.equal(stock.scheduler.sigmas.cpu().float(), policy.sigmas(steps, size)), size
+
+
+def stock_pipeline(family: PipelineFamily, network: Part, vae: Part, scheduler: Any) -> Any:
+    kind = getattr(diffusers, family.pipeline)
+    parameters = inspect.signature(kind).parameters.items()
+    nothing = dict.fromkeys(name for name, parameter in parameters if parameter.default is parameter.empty)
+    parts = nothing | family.own_parts(None) | {"transformer": network, "vae": vae, "scheduler": scheduler}
+    pipeline = kind(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def conditioning(policy: PipelinePolicy) -> dict[str, Any]:
+    """The arguments of the stock pipeline, where a policy's arrays have its names; Z-Image's are lists."""
+    arrays = {name: torch.ones(1, *shape) for name, shape in policy.conditioning_shapes().items()}
+    return {name: list(tensor) if policy.family == "z_image" else tensor for name, tensor in arrays.items()}
