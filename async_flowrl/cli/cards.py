@@ -10,7 +10,6 @@ import torch
 
 from async_flowrl.config.error_text import unknown_name
 
-GIB_OF_GB = 79 / 80  # GiB that torch finds on a card, per GB in its name: 79 of 80, 23.7 of 24.
 ALL = "all"
 TENSOR_CORE_SHARE = 0.65  # Share of the bfloat16 peak that matrix products and attention reach.
 FLOAT32_SHARE = 0.8  # Share of the float32 peak that matrix products in float32 reach (TF32 is off).
@@ -19,6 +18,14 @@ LAUNCH_SECONDS = 4e-6  # Shortest duration of a kernel, because the host launche
 LINK_SHARE = 0.8  # Share of the links' rate that collectives within one machine reach.
 HOST_BYTES_PER_SECOND = 50e9  # Rate between a card and pinned host memory.
 NETWORK_BYTES_PER_SECOND = 40e9  # Rate between trainer and rollout workers.
+
+
+def gib_of(gb: float) -> float:
+    """Returns the GiB that torch finds on a card sold with `gb` GB: 79 of 80, 23.5 of 24, 15.5 of 16.
+
+    Cards that correct errors in their memory, as L4 and A10 do, have less: 22.1 of 24.
+    """
+    return round(min(gb * 79 / 80, gb - 0.5), 1)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,9 @@ CARDS: Mapping[str, Card] = {
         Card("H200", 150e9, 989e12, 67e12, 4.8e12, _NVLINK_4),
         Card("B200", 190e9, 2250e12, 75e12, 7.7e12, _NVLINK_5),
         Card("L40S", 47e9, 362e12, 91.6e12, 0.864e12, _PCIE_4),
-        Card("L4", 24e9, 121e12, 30.3e12, 0.3e12, _PCIE_4),
+        Card("RTX4090", 25.2e9, 165e12, 82.6e12, 1.008e12, _PCIE_4),
+        Card("RTX3090", 25.2e9, 71e12, 35.6e12, 0.936e12, _PCIE_4),
+        Card("L4", 23.7e9, 121e12, 30.3e12, 0.3e12, _PCIE_4),
     )
 }
 

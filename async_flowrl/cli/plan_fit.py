@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from async_flowrl.cli.cards import GIB_OF_GB
+from async_flowrl.cli.cards import gib_of
 from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.placement import placement_of
@@ -47,7 +47,7 @@ class Hardware:
         if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) > 0 for part in parts):
             raise ValueError(f"--cards must be like 4x24 (4 cards of 24 GB) or 2x8x80 (2 nodes of 8), got {name!r}")
         *counts, gb = map(int, parts)
-        return cls(name, round(gb * GIB_OF_GB, 1), math.prod(counts), counts[0] if len(counts) > 1 else 1)
+        return cls(name, gib_of(gb), math.prod(counts), counts[0] if len(counts) > 1 else 1)
 
 
 # Settings that reduce memory, in the order in which they are added.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from async_flowrl.cli.cards import GIB_OF_GB
+from async_flowrl.cli.cards import gib_of
 from async_flowrl.config.check import check, toy_values
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, parse_resolution
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--device", type=float, default=80, metavar="GB", help="a card sold with so many (default 80)")
     options, config = configured(parser, arguments)
-    gib = round(options.device * GIB_OF_GB, 1)
+    gib = gib_of(options.device)
     config, reason = resolved_on(at_largest(config), round(gib * GIB))
     plan = plan_memory(config)
     if options.json:

@@ -213,7 +213,7 @@ def rollout_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     """Returns the memory of a rollout worker; `activations` is the peak of its activations in bytes."""
     # With the engine vllm_omni it is the memory on one of the worker's GPUs: the network is divided among them, and all
     # other parts are counted whole, which is an upper limit.
-    text, where = model.text_parameters * model.itemsize, config.rollout.text_encoder
+    text, where = model.text_bytes, config.rollout.text_encoder
     frozen = model.base_bytes - model.version_bytes if model.full else model.base_bytes
     base = -(-frozen // rollout_ranks(config)) + model.buffer_bytes
     # With `offload` the encoders are on the device only before the activations, with `cached` instead of the network.

@@ -62,7 +62,7 @@ def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool) -> int:
     ring = ring_bytes(config, model, pinned=on_gpu, certain=True)
     if not on_gpu:
         return ring + rollout_footprint(config, model).resident
-    aside = {"resident": 0, "offload": model.text_parameters * model.itemsize, "cached": model.base_bytes}
+    aside = {"resident": 0, "offload": model.text_bytes, "cached": model.base_bytes}
     return ring + aside[config.rollout.text_encoder]
 
 

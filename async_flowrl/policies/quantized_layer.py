@@ -59,7 +59,7 @@ class EightBits:
         return torch.empty(0, dtype=dtype)
 
     def decode(self, codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-        return codes.view(self._stored).to(scale.dtype) * scale
+        return codes.view(self._stored).to(scale.dtype).mul_(scale)
 
 
 class FourBits:
@@ -115,6 +115,14 @@ FORMATS: dict[str, Format] = {
     "int4": FourBits(tuple(level / 8 for level in range(-8, 8)), signed=True),
     "nf4": FourBits(_NF4, signed=False),
 }
+
+
+def quantized_bytes(name: str | None, weights: int, itemsize: int) -> int:
+    """Returns the bytes of so many weights of large layers with scales of `itemsize` bytes; None: of plain weights."""
+    if name is None:
+        return weights * itemsize
+    form = FORMATS[name]
+    return weights // form.per_byte + weights * itemsize // form.group(1 << 12)
 
 
 class QuantizedLinear(nn.Linear):

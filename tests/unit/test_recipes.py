@@ -22,13 +22,22 @@ RECIPES = {
 VARIANTS = {
     "qwen_image_ocr_vlm": "qwen_image_ocr",
     "qwen_image_1x80gb": "qwen_image_ocr",
+    "qwen_image_1x24gb": "qwen_image_ocr",
     "qwen_image_8x80gb_shared": "qwen_image_ocr",
     "qwen_image_ocr_full": "qwen_image_ocr",
     "sd35_pickscore": "sd35_ocr",
     "sd35_medium_full": "sd35_ocr",
+    "sd35_1x16gb": "sd35_ocr",
+    "flux_1x24gb": "flux_pickscore",
 }
 """Further recipes, with the one that has the same model."""
-LATENTS = {"q": (1024, 64), "s": (16, 48, 48), "f": (1024, 64), "sd35_pickscore": (16, 64, 64)}
+LATENTS = {
+    "q": (1024, 64),
+    "s": (16, 48, 48),
+    "f": (1024, 64),
+    "sd35_pickscore": (16, 64, 64),
+    "sd35_1x16gb": (16, 64, 64),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from async_flowrl.config.models import Architecture, architectures
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.model_sizes import longest_prompt
+from async_flowrl.memory.model_sizes import longest_prompt, text_bytes
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
+from async_flowrl.policies.quantized_layer import quantize
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.stored import configuration, elements_in
 from async_flowrl.types import Conditioning
@@ -41,8 +42,17 @@ class FakeModel:
         family = load_family(known.family)
         if not isinstance(family, PipelineFamily):
             raise ValueError(f"model.family {known.family} cannot be rehearsed: it is no PipelineFamily")
-        length, tokens = config.model.max_sequence_length, longest_prompt(config)
-        return cls(known, family, ResolvedModel(config.model.path, known.family, None, dtype, length), tokens)
+        model = config.model
+        resolved = ResolvedModel(
+            model.path,
+            known.family,
+            None,
+            dtype,
+            model.max_sequence_length,
+            quantize=model.quantize,
+            quantize_text_encoder=model.quantize_text_encoder,
+        )
+        return cls(known, family, resolved, longest_prompt(config))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,7 +60,7 @@ class FakeModel:
 
     @property
     def text_bytes(self) -> int:
-        return self.known.text_parameters * self.dtype.itemsize
+        return text_bytes(self.resolved.quantize_text_encoder, self.known.text_parameters, self.dtype.itemsize)
 
     def shortened(self, fewest: int, period: int) -> "list[tuple[int, FakeModel]]":
         """Returns models with fewer blocks, each with a weight: what is linear in blocks is the weighted sum of theirs.
@@ -97,6 +107,7 @@ class FakeModel:
 
         with aside():
             network = structure(getattr(diffusers, self.family.transformer), self.known.transformer, self.dtype)
+            quantize(network, self.resolved.quantize)
         for module in network.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:
@@ -117,7 +128,7 @@ class FakeModel:
         cast("Any", decoder)._apply(lambda t: torch.empty_like(t, dtype=self.dtype))
         text = nn.Module()
         text.register_parameter(
-            "weights", nn.Parameter(torch.empty(self.known.text_parameters, dtype=self.dtype), requires_grad=False)
+            "weights", nn.Parameter(torch.empty(self.text_bytes, dtype=torch.int8), requires_grad=False)
         )
         return SimpleNamespace(
             transformer=network,

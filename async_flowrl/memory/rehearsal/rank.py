@@ -21,6 +21,7 @@ from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.phases import Ledger, Phase
 from async_flowrl.memory.rehearsal.process import rehearsed_process
 from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.quantized_layer import QuantizedLinear
 from async_flowrl.policies.stored import StoredElements
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.arithmetic import trained_steps
@@ -97,10 +98,16 @@ def sizes_of(worker: TrainerWorker, model: FakeModel) -> Sizes:
     network, config = worker.policy.transformer, worker.config
     trained = tuning_of(config).parameters(network).values()
     lora = set() if tuning_of(config).whole else set(trained)
-    elements = {name: each.numel() for name, each in network.named_parameters() if each not in lora}
+    base = {name: each for name, each in network.named_parameters() if each not in lora}
+    elements = {name: each.numel() for name, each in base.items()}
+    for name, layer in network.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            elements[f"{name}.weight"] = layer.in_features * layer.out_features
+            del elements[f"{name}.scale"]
     stored = StoredElements(elements, model.known.text_parameters, 0)
     return replace(
         stored_sizes(config, stored, model.dtype.itemsize),
+        base_bytes=sum(each.nbytes for each in base.values()),
         adapter_parameters=sum(each.numel() for each in trained),
         buffer_bytes=sum(buffer.nbytes for buffer in network.buffers()),
     )

@@ -102,7 +102,8 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
 
 def large_model() -> Sizes:
     """Qwen-Image's sizes."""
-    return Sizes(20_300_000_000, 60, int(0.63 * GIB), 0, 421_900_000, 8_292_166_656, 126_900_000, 0, 2, full=False)
+    base, text = 40_600_000_000, 2 * 8_292_166_656
+    return Sizes(base // 2, base, 60, int(0.63 * GIB), 0, 421_900_000, text, 126_900_000, 0, 2, full=False)
 
 
 def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> None:

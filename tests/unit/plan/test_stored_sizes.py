@@ -17,7 +17,7 @@ def sizes(of: Sizes) -> dict[str, Any]:
     names = (
         "base_bytes",
         "version_bytes",
-        "text_parameters",
+        "text_bytes",
         "block_bytes",
         "adapter_parameters",
         "itemsize",
