@@ -36,7 +36,7 @@ class Prediction(TypedDict, total=False):
     - `mean` [B, ...] and `std` [B] float32 of the Gaussian distribution of the next latents
     - `velocity` [B, ...] float32 of the network at `noised`, with guidance
     - `noised` [B, ...] float32: final latents, mixed with new noise to the noise level of the row
-    - `error` [B] float64: flow-matching loss of the row
+    - `error` [B] float64: flow-matching loss of the row; `deviation` [B] the same with absolute values, no gradient
 
     An algorithm of your own that needs other tensors returns a subclass.
     """
@@ -47,6 +47,7 @@ class Prediction(TypedDict, total=False):
     velocity: Tensor
     noised: Tensor
     error: Tensor
+    deviation: Tensor
 
 
 def detached(prediction: Prediction) -> Prediction:
@@ -68,7 +69,9 @@ class MicroBatch:
     - `advantages` [B] float32 of the row's image; `positive` [B] True if it is above 0
     - `rollout_log_prob` [B] float32 of the step as the rollout worker computed it; zeros for records = "final"
     - `seeds` [B]: one per row, for algorithms that draw random numbers in the trainer
+    - `group_seeds` [B]: one per row, the same for all images of the group at a level
     - `age`: staleness of the images, training step minus the version that made them
+    - `group_means` [B, K] float64: means of `group_terms` over the group at the row's level; None if there are none
     """
 
     latents: Tensor
@@ -82,6 +85,8 @@ class MicroBatch:
     rollout_log_prob: Tensor
     seeds: tuple[int, ...]
     age: int
+    group_seeds: tuple[int, ...] = ()
+    group_means: Tensor | None = None
 
 
 class LossOutput(NamedTuple):
@@ -104,6 +109,9 @@ class Algorithm(Protocol):
     - `vanishes_at_zero`: True if an image with advantage 0 has gradient zero; groups of such images are not trained.
     - `predicts`: keys of what `predict` returns; `reads`: keys of predictions that `loss` and `moved` use.
     - `group_local`: True if a group's advantages depend on no other group, which `hand_over=stream` requires.
+    - `group_terms(batch, current, frozen)`, optional: [B, K] float64 per row, without gradients, whose means over the
+      whole group at each level `loss` gets as `batch.group_means`, on any number of ranks. `frozen` has `reference` and
+      `average`. A group that is cut into parts costs one more forward pass of each prediction.
     - `moved(batch, before, after)`, optional: the KL divergence [B] float64, in nats over all latent elements, from the
       denoising step predicted `before` to that predicted `after`. `algorithm.max_kl_per_update` needs it.
     """

@@ -1,6 +1,6 @@
-"""Moving averages of trained weights: the EMA for evaluations, and the old policy that DiffusionNFT samples from.
+"""Moving averages of trained weights: the EMA for evaluations, one to sample from, and one that losses compare with.
 
-The trainer updates both after its optimizer steps.
+The trainer updates them after its optimizer steps.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,14 +8,19 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-# `algorithm.old_policy_decay` → decay d at the end of a batch, after `steps` optimizer steps in all, for old ← d · old
-# + (1 - d) · new. `half` is the constant 0.5, which `slow` reaches after 500 steps; the others are DiffusionNFT's
-# schedules (arXiv 2509.16117, `return_decay` of its code).
-OLD_POLICY_DECAYS: dict[str, Callable[[int], float]] = {
+from async_flowrl.config.schema import AlgorithmConfig
+
+# `algorithm.old_policy_decay` and `average_decay` → decay d at the end of a batch, after `steps` optimizer steps in
+# all, for old ← d · old + (1 - d) · new. `half` is the constant 0.5, which `slow` reaches after 500 steps; `copy`,
+# `slow` and `late` are DiffusionNFT's schedules (arXiv 2509.16117, `return_decay` of its code), `quick` is that of AWM
+# and DGPO, `rising` that of CRD.
+DECAYS: dict[str, Callable[[int], float]] = {
     "copy": lambda steps: 0.0,
     "half": lambda steps: 0.5,
     "slow": lambda steps: min(0.001 * steps, 0.5),
+    "quick": lambda steps: min(0.001 * steps, 0.3),
     "late": lambda steps: 0.0 if steps < 75 else min(0.0075 * (steps - 75), 0.999),
+    "rising": lambda steps: min(0.25 + 0.005 * steps, 0.999),
 }
 
 
@@ -25,9 +30,18 @@ def ema_decay(step: int, max_decay: float) -> float:
     return min((1.0 + step) / (10.0 + step), max_decay)
 
 
-def samples_from_average(algorithm: str, schedule: str) -> bool:
-    """Returns True if rollout workers sample from a moving average (`schedule`) instead of the trained weights."""
-    return algorithm == "diffusion_nft" and schedule != "copy"
+# Algorithms that can sample from a moving average.
+SAMPLED_FROM_AVERAGE = ("diffusion_nft", "crd")
+
+
+def samples_from_average(config: AlgorithmConfig) -> bool:
+    """Returns True if rollout workers sample from a moving average instead of the trained weights."""
+    return config.name in SAMPLED_FROM_AVERAGE and config.old_policy_decay != "copy"
+
+
+def kept_vectors(config: AlgorithmConfig) -> int:
+    """Returns the number of copies of the trained weights in float32 that the algorithm keeps."""
+    return samples_from_average(config) + (config.average_decay is not None)
 
 
 @torch.no_grad()

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
+from async_flowrl.algorithms.flow_grpo import clipped_surrogate
 from async_flowrl.algorithms.sde import mean_over_latent
 from async_flowrl.config.schema import AlgorithmConfig
+
+MIN_DEVIATION = 1e-5
 
 
 class FinalImages(GroupAdvantages, ABC):
@@ -22,7 +25,7 @@ class FinalImages(GroupAdvantages, ABC):
 
     name = ""
     records = "final"
-    # Some of velocity, noised and error (see base.Prediction).
+    # Some of velocity, noised, error and deviation (see base.Prediction).
     predicts: Collection[str] = ("velocity", "noised")
     # Predictions besides `current` that the objective uses.
     uses: Collection[str] = ()
@@ -31,7 +34,11 @@ class FinalImages(GroupAdvantages, ABC):
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         super().__init__(config)
         self.reads = self.predicts
-        self.needs = tuple(dict.fromkeys((*self.uses, *(("reference",) if config.kl_coef > 0.0 else ()))))
+        # Name of the prediction that v stays near → the metric of the mean (v - v_name)², and its coefficient.
+        self.penalties = {"reference": ("kl", config.kl_coef), "average": ("average_kl", config.average_coef)}
+        penalised = [name for name, (_, coefficient) in self.penalties.items() if coefficient > 0.0]
+        self.needs = tuple(dict.fromkeys((*self.uses, *penalised)))
+        self.vanishes_at_zero = self.vanishes_at_zero and not penalised
 
     def seeds(self, batch: MicroBatch) -> Sequence[int]:
         """Returns the seed of each row's noise [B]; by default each image has its own noise at each level."""
@@ -45,10 +52,14 @@ class FinalImages(GroupAdvantages, ABC):
         if "error" in self.predicts:
             difference = predicted.double() - (noise - batch.latents.float()).double()
             tensors["error"] = mean_over_latent(difference.square())
+            tensors["deviation"] = mean_over_latent(difference.detach().abs()).clamp(min=MIN_DEVIATION)
         return {name: tensors[name] for name in self.predicts}  # type: ignore[literal-required, return-value]
 
     def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
-        """Returns per row [B] float32: objective + kl_coef · mean (v - v_ref)²; and metrics."""
+        """Returns per row [B] float32: objective + kl_coef · mean (v - v_ref)² + average_coef · mean (v - v_average)².
+
+        It also returns metrics.
+        """
         if "velocity" in current:
             # Converted once, so that the gradients of objective and penalty meet in float64.
             current = {**current, "velocity": current["velocity"].double()}
@@ -56,17 +67,36 @@ class FinalImages(GroupAdvantages, ABC):
         ones, nonzero = torch.ones_like(loss), (batch.advantages != 0).double()
         unused = {"ratio": ones, "clip_fraction": 0.0 * ones, "log_prob_gap": 0.0 * ones}
         metrics = {"kept": nonzero, "nonzero": nonzero, **unused, **metrics}
-        if self.config.kl_coef > 0.0:
-            kl = distance(current, frozen["reference"])
-            loss = loss + self.config.kl_coef * kl
-            metrics["kl"] = kl.detach()
+        for name, (metric, coefficient) in self.penalties.items():
+            if coefficient > 0.0 and name in frozen:
+                kl = distance(current, frozen[name])
+                loss = loss + coefficient * (self.penalty_weight(batch) * kl if name != "average" else kl)
+                metrics[metric] = kl.detach()
         return LossOutput(loss.float(), metrics)
+
+    def penalty_weight(self, batch: MicroBatch) -> Tensor | float:
+        """Returns the factor on the penalty of `kl_coef`, per row [B] if it is no constant."""
+        return 1.0
 
     @abstractmethod
     def objective(
         self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss without penalties [B] float64, and metrics per row; `frozen` has those of `needs`."""
+
+
+def soft_clipped(advantages: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Returns the advantages [B] float64, bounded by ± adv_clip_max as `adv_clip` says."""
+    bound, values = config.adv_clip_max, advantages.double()
+    return bound * torch.tanh(values / bound) if config.adv_clip == "tanh" else values.clamp(-bound, bound)
+
+
+def clipped(ratio: Tensor, advantages: Tensor, clip_range: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns PPO's loss max(-A · ratio, -A · clip(ratio, 1 ± clip_range)) and its metrics; all [B]."""
+    clip = torch.full_like(ratio, clip_range)
+    result = clipped_surrogate(ratio, advantages, 1.0 - clip, 1.0 + clip)
+    kept, outside = result.survives & (advantages != 0), result.outside
+    return result.loss, {"ratio": ratio.detach(), "clip_fraction": outside.double(), "kept": kept.double()}
 
 
 def distance(one: Prediction, other: Prediction) -> Tensor:

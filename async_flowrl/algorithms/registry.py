@@ -11,20 +11,32 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from async_flowrl.algorithms.awm import AWM
 from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.crd import CRD
+from async_flowrl.algorithms.dgpo import DGPO
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.dpo import DPO
+from async_flowrl.algorithms.ema import SAMPLED_FROM_AVERAGE
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowDPPO, FlowGRPO, GRPOGuard, MixGRPO
 from async_flowrl.algorithms.policy_gradient import MIN_GAUSSIAN_STD, PolicyGradient, uses_density
 from async_flowrl.algorithms.sde import step_stds, validate_schedule
+from async_flowrl.algorithms.vgrpo import VGRPO
 from async_flowrl.algorithms.window import FINAL_ALGORITHMS as FINAL
-from async_flowrl.algorithms.window import check_levels, check_window, possible_steps, trains_on_final_images
+from async_flowrl.algorithms.window import (
+    check_levels,
+    check_window,
+    possible_steps,
+    rows_per_image,
+    trains_on_final_images,
+)
 from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import AlgorithmConfig, Config
 
 BUILT_IN: dict[str, type] = {
-    cls.name: cls for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO)
+    cls.name: cls
+    for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO, AWM, VGRPO, DGPO, CRD)
 }
 MEMBERS = ("name", "records", "needs", "vanishes_at_zero", "group_local", "predicts",
            "reads", "advantages", "select", "predict", "loss")  # fmt: skip
@@ -48,6 +60,7 @@ def build_algorithm(run: Config) -> Algorithm:
         algorithm.reach = reach_of(run)
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
     _check_steps(algorithm, config, final=final)
+    _check_forward(algorithm, run)
     return algorithm
 
 
@@ -127,21 +140,22 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
     if final and config.correction not in (None, "none"):
         no_use = f"{config.name} trains on final images, for which algorithm.correction={config.correction} has no use"
         raise ValueError(f"{no_use}: set algorithm.correction=null")
-    if config.name == DiffusionNFT.name and math.isinf(config.adv_clip_max):
-        raise ValueError("algorithm.adv_clip_max=inf would make every loss of diffusion_nft infinite: give a number")
+    if math.isinf(config.adv_clip_max) and (config.name in (DiffusionNFT.name, CRD.name) or config.adv_clip == "tanh"):
+        raise ValueError(f"algorithm.adv_clip_max=inf would make every loss of {config.name} infinite: give a number")
     if config.options and config.name in BUILT_IN:
         options = dict(config.options)
         raise ValueError(f"algorithm.options are for algorithms of your own, got {options} for {config.name}")
 
 
 def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: int) -> None:
-    if config.kl_form != "proximal" or config.kl_coef == 0.0:
+    if config.kl_coef == 0.0 or (config.kl_form != "proximal" and config.name != VGRPO.name):
         return
-    if final:
+    if final and config.kl_form == "proximal":
         raise ValueError(f"{config.name} has no log-probs, so algorithm.kl_form=proximal has no meaning")
     if updates_per_batch == 1:
         first = "which is 0 at the first optimizer step of a batch"
-        raise ValueError(f"algorithm.kl_form=proximal, {first}, needs trainer.updates_per_batch of at least 2, got 1")
+        which = "algorithm.kl_coef of vgrpo" if final else "algorithm.kl_form=proximal"
+        raise ValueError(f"{which}, {first}, needs trainer.updates_per_batch of at least 2, got 1")
 
 
 def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) -> None:
@@ -162,12 +176,27 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
         raise ValueError(f"{config.name} {reason}: set algorithm.step_weight=none")
 
 
+def _check_forward(algorithm: Algorithm, run: Config) -> None:
+    levels, forward = rows_per_image(run.algorithm, run.rollout.num_inference_steps), run.trainer.timesteps_per_forward
+    joins = getattr(algorithm, "joins_levels", False) and run.trainer.updates_per_batch > 1
+    if joins and forward not in (None, levels):
+        which = f"all {levels} levels of an image from the second optimizer step of a batch on"
+        raise ValueError(f"{algorithm.name} joins {which}: set trainer.timesteps_per_forward=null, got {forward}")
+
+
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:
     if missing := [member for member in MEMBERS if not hasattr(algorithm, member)]:
         raise ValueError(f"{config.name} is not an algorithm: it lacks {', '.join(missing)}")
     if missing := [key for key in algorithm.reads if key not in algorithm.predicts]:
         keys = ", ".join(algorithm.predicts) or "nothing"
         raise ValueError(f"the loss of {config.name} reads {', '.join(missing)} of a prediction, predict gives {keys}")
+    if ("average" in algorithm.needs) != (config.average_decay is not None):
+        compares = "compares with a moving average" if config.average_decay is None else "compares with no average"
+        given = config.average_decay or "null"
+        raise ValueError(f"{config.name} {compares} with these settings, got algorithm.average_decay={given}")
+    if config.reference_cfg_scale is not None and "reference" not in algorithm.needs:
+        given = f"algorithm.reference_cfg_scale={config.reference_cfg_scale:g}"
+        raise ValueError(f"{config.name} compares with no reference with these settings, got {given}")
     final, records = trains_on_final_images(config), algorithm.records
     if final != (records == "final"):
         must = str(not final).lower()
@@ -191,17 +220,24 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
         (
             *("sde_type", "noise_level", "window", "sde_window_size", "sde_window_range", "window_per"),
             *("window_interval", "window_decay", "window_interval_min", "window_decay_start", "window_decay_rate"),
-            *("window_list", "clip_range", "clip_unit", "step_weight", "max_kl_per_update", "kl_probe_images"),
+            *("window_list", "clip_unit", "step_weight", "max_kl_per_update", "kl_probe_images"),
             *("kl_form", "correction", "correction_threshold", "tis_cap", "zero_std_groups"),
         ),
         NOISY,
     ),
-    "timestep_range": FINAL,
-    "kl_coef": (*NOISY, "diffusion_nft"),
-    "adv_clip_max": ("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "diffusion_nft"),
-    "beta": FINAL,
+    **dict.fromkeys(("timestep_range", "timestep_stratified"), FINAL),
+    "clip_range": (*NOISY, "awm", "vgrpo", "dgpo"),
+    "kl_coef": (*NOISY, "diffusion_nft", "awm", "vgrpo", "dgpo", "crd"),
+    "adv_clip_max": (*(name for name in BUILT_IN if name not in ("flow_dppo", "dpo")),),
+    "adv_clip": ("awm", "vgrpo", "dgpo"),
+    "beta": ("diffusion_nft", "dpo", "dgpo", "crd"),
     "advantage_mode": ("diffusion_nft",),
-    "old_policy_decay": ("diffusion_nft",),
+    "old_policy_decay": SAMPLED_FROM_AVERAGE,
+    "error_weight": ("awm",),
+    "average_decay": ("awm", "dgpo", "crd"),
+    "average_coef": ("awm",),
+    "anchor": ("dgpo", "crd"),
+    "reference_cfg_scale": ("diffusion_nft", "dpo", "awm", "dgpo", "crd"),
 }
 # Field → another value than its default that says no more than that it has no effect.
 SAYS_NOTHING = {"sde_type": "ode", "correction": "none", "kl_probe_images": 0}

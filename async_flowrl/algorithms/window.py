@@ -7,14 +7,14 @@ checks of the settings are here, too.
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.seeds import derive
 
 # Built-in algorithms that train on final images; their denoising steps add no noise.
-FINAL_ALGORITHMS = ("diffusion_nft", "dpo")
+FINAL_ALGORITHMS = ("diffusion_nft", "dpo", "awm", "vgrpo", "dgpo", "crd")
 
 
 class Window(NamedTuple):
@@ -38,7 +38,9 @@ def draw_window(config: AlgorithmConfig, *, num_inference_steps: int, seed: int,
     source = derive(seed, "window", step) if shared else derive(seed, "window", step, group)
     if trains_on_final_images(config):
         low, high = level_range(config, num_inference_steps)
-        return Window((), _subset(range(low, high), rows_per_image(config, num_inference_steps), source))
+        size = rows_per_image(config, num_inference_steps)
+        draw = _stratified if config.timestep_stratified else _subset
+        return Window((), draw(range(low, high), size, source))
     low, high = step_range(config, num_inference_steps)
     size = trained_steps(config, num_inference_steps)
     if config.window in ("none", "fraction"):
@@ -80,6 +82,12 @@ def _sliding_start(config: AlgorithmConfig, places: range, step: int) -> int:
 def _subset(steps: Sequence[int], size: int, source: int) -> tuple[int, ...]:
     """Draws `size` steps without replacement, ascending. Sorting by hashes gives the same on every Python version."""
     return tuple(sorted(sorted(steps, key=lambda index: derive(source, index))[:size]))
+
+
+def _stratified(steps: Sequence[int], size: int, source: int) -> tuple[int, ...]:
+    """Cuts `steps` into `size` parts as equal as can be and draws one step of each."""
+    ends = [len(steps) * part // size for part in range(size + 1)]
+    return tuple(steps[low + derive(source, low) % (high - low)] for low, high in pairwise(ends))
 
 
 def step_range(config: AlgorithmConfig, num_inference_steps: int) -> tuple[int, int]:

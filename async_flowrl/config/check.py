@@ -66,8 +66,9 @@ def _sizes(config: Config) -> Iterator[str]:
         yield str(error)
     if config.group_size % config.images_per_ticket:
         yield f"ticket_size={config.ticket_size} must divide group_size={config.group_size}"
-    if refusal := guidance_refusal("rollout.true_cfg_scale", config.rollout.true_cfg_scale):
-        yield refusal
+    scales = {"rollout.true_cfg_scale": config.rollout.true_cfg_scale}
+    scales["algorithm.reference_cfg_scale"] = config.algorithm.reference_cfg_scale or 0.0
+    yield from filter(None, (guidance_refusal(key, scale) for key, scale in scales.items()))
 
 
 def _placement(config: Config) -> Iterator[str]:

@@ -179,8 +179,8 @@ class AlgorithmConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for an algorithm of your own; the built-in ones use the fields below."""
     final_images: bool = False
-    """true for an algorithm of your own that trains on final images, like diffusion_nft and dpo; denoising steps
-    then add no noise."""
+    """true for an algorithm of your own that trains on final images, as diffusion_nft does; denoising steps then add no
+    noise."""
     sde_type: str = setting("sde", choices=SDE_TYPES)
     """Kind of noise in noisy denoising steps: sde (Flow-GRPO), dance_sde (DanceGRPO), cps (coefficients-preserving), or
     ode for no noise, which only algorithms on final images allow."""
@@ -214,6 +214,8 @@ class AlgorithmConfig:
     timestep_range: tuple[int, int] | None = setting(None, pair=True)
     """For algorithms on final images: half-open range of noise levels, by index from the noisiest, at which images may
     be trained; null = all levels, at which a range ends, too. timestep_fraction is a share of this range."""
+    timestep_stratified: bool = False
+    """For algorithms on final images: cut the range into as many parts as levels are trained, and draw one of each."""
     same_initial_noise: bool = False
     """true: all images of a group start from the same noise (DanceGRPO) and differ only by the noise of later steps."""
     clip_range: float = setting(1e-4, above=0)
@@ -240,6 +242,9 @@ class AlgorithmConfig:
     adv_clip_max: float = setting(5.0, above=0, infinite=True)
     """Advantages are clamped to plus or minus this value: standard deviations of the reward, or with normalise=none
     its own unit. flow_dppo does not clamp."""
+    adv_clip: str = setting("hard", choices=("hard", "tanh"))
+    """hard: advantages are clamped. tanh: A becomes adv_clip_max · tanh(A / adv_clip_max), which keeps all of them
+    apart (V-GRPO)."""
     global_std: bool = False
     """Divide by the reward std of the whole batch instead of each group's. Needs hand_over=batch."""
     normalise: str = setting("std", choices=("std", "none"))
@@ -262,15 +267,30 @@ class AlgorithmConfig:
     tis_cap: float = setting(2.0, above=0)
     """Largest importance weight of tis and rollout_tis; larger ones are cut to it."""
     beta: float = setting(1.0, above=0)
-    """For diffusion_nft the mixing coefficient, for dpo the inverse temperature."""
+    """For diffusion_nft the mixing coefficient, for dpo and dgpo the inverse temperature, for crd the factor on the
+    implicit reward."""
     advantage_mode: str = setting(
         "continuous", choices=("continuous", "positive_only", "negative_only", "one_only", "binary")
     )
     """For diffusion_nft: advantages as they are (continuous), only those of one sign, 1 for those above 0 and 0 for
     others (one_only), or only their signs (binary)."""
-    old_policy_decay: str = setting("copy", choices=("copy", "half", "slow", "late"))
-    """For diffusion_nft: share of the sampling policy that stays at the end of a batch, after n optimizer steps in all:
-    copy (0), half (.5), slow (min(.001 n, .5)) or late (0 below 75, then min(.0075 (n - 75), .999))."""
+    old_policy_decay: str = setting("copy", choices=("copy", "half", "slow", "quick", "late", "rising"))
+    """For diffusion_nft and crd: share of the sampling policy that stays at the end of a batch, after n optimizer steps
+    in all: copy (0), half (.5), slow (min(.001 n, .5)), quick (min(.001 n, .3)), late (0 below 75, then
+    min(.0075 (n - 75), .999)) or rising (min(.25 + .005 n, .999))."""
+    error_weight: str = setting("uniform", choices=("uniform", "sigma", "sigma_squared", "huber", "ghuber"))
+    """For awm: how the error e at noise level s becomes a negative log-prob: e, e s, e s², the square root of e times s
+    (huber), or 4 times the fourth root of e times s (ghuber)."""
+    average_decay: str | None = setting(None, choices=("copy", "half", "slow", "quick", "late", "rising"))
+    """Moving average of the trained weights with which a loss compares, by the schedules of old_policy_decay; null = no
+    average. It changes at the end of a batch and samples nothing."""
+    average_coef: float = setting(0.0, at_least=0)
+    """Coefficient of the squared distance between the trained weights' velocity and the moving average's; it needs
+    average_decay, and above 0 a forward pass of the average."""
+    anchor: str = setting("reference", choices=("reference", "average"))
+    """For dgpo and crd: weights whose error is the baseline of an image, the reference's or the moving average's."""
+    reference_cfg_scale: float | None = setting(None, at_least=0)
+    """Scale of classifier-free guidance of the reference, for algorithms on final images; null = as the images."""
     negate_reward: bool = False
     """For tests: train against the reward."""
     permute_advantages: bool = False

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # Beginnings of the differences with which a checkpoint's tensors have other shapes, or some are lacking.
 UNFIT = (
     *("tune ", "full.", "lora.rank ", "lora.targets ", "model.family ", "model.tiny."),
-    *("trainer.ema_decay was None", "algorithm.old_policy_decay was copy"),
+    *("trainer.ema_decay was None", "algorithm.old_policy_decay was copy", "algorithm.average_decay was None"),
 )
 
 

@@ -32,12 +32,14 @@ from async_flowrl.controller.step_metrics import StepStatistics
 from async_flowrl.controller.training_groups import TrainingGroup, hand_over
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.messages import (
+    GroupSums,
     Manifest,
     StepPlan,
     TrainRequest,
     UpdateStats,
     is_replayed,
     merged,
+    with_means,
 )
 from async_flowrl.training.parts import check_plan, cut
 from separation.group import Worker, WorkerGroup, seated
@@ -45,6 +47,7 @@ from separation.supervise import deadline, together
 
 logger = logging.getLogger(__name__)
 
+GROUP_SUMS = "update.group_sums"  # Method of a rank.
 Stepped = list[tuple[Worker, UpdateStats]]  # Each rank's statistics of the optimizer step.
 
 
@@ -227,10 +230,25 @@ class TrainerGroup:
             async for some in coming:
                 if not groups:
                     self._plan = self._planned(ctx, some[0], update, size)
+                some = await self._measured(ctx, step, some)
                 groups += some
                 self._give(ctx, tasks, step, some, "train")
         groups.sort(key=lambda group: group.number)
         return groups, await self._finish(ctx, step, groups)
+
+    async def _measured(self, ctx: Context, step: int, groups: Sequence[TrainingGroup]) -> Sequence[TrainingGroup]:
+        """Returns the groups, those of several parts with the means of `Algorithm.group_terms`, if the loss has any."""
+        metas = [group.meta for group in groups if group.meta is not None and len(group.meta.parts) > 1]
+        if not metas or any(meta.means for meta in metas) or not hasattr(self.algorithm, "group_terms"):
+            return groups
+        cut = [group for group in groups if group.meta in metas]
+        async with failing_as_one() as tasks:
+            calls = self._give(ctx, tasks, step, cut, GROUP_SUMS)
+        sums: GroupSums = {part: of for call in calls for rank in call.result() for part, of in rank.items()}
+        return [
+            replace(group, meta=with_means(group.meta, sums)) if group.meta in metas and group.meta else group
+            for group in groups
+        ]
 
     async def _finish(self, ctx: Context, step: int, groups: Sequence[TrainingGroup]) -> Stepped | int:
         """Adds up the ranks' sums and has each rank step; returns statistics by rank, or a larger exponent.
@@ -296,15 +314,19 @@ class TrainerGroup:
         method: str,
         *,
         most: int = MAX_GROUPS_PER_CALL,
-    ) -> None:
+    ) -> list[asyncio.Task[list[Any]]]:
+        calls = []
         for index, replica in enumerate(self._replicas):
             share = [group for group in groups if replica.owns(group)]
             for start in range(0, len(share), most):
                 ctx.placement.begin_training(replica.ranks)
                 replica.waiting += 1
-                tasks.create_task(self._call(ctx, index, step, share[start : start + most], method))
+                calls.append(tasks.create_task(self._call(ctx, index, step, share[start : start + most], method)))
+        return calls
 
-    async def _call(self, ctx: Context, index: int, step: int, groups: Sequence[TrainingGroup], method: str) -> None:
+    async def _call(
+        self, ctx: Context, index: int, step: int, groups: Sequence[TrainingGroup], method: str
+    ) -> list[Any]:
         replica = self._replicas[index]
         metas = tuple(group.meta for group in groups if group.meta is not None)
         trains = method == "train"
@@ -318,7 +340,8 @@ class TrainerGroup:
                 answers = await with_trajectories(ctx, self.workers.workers, replica, groups, method, request)
             finally:
                 replica.waiting -= 1
-            self._owners.computed(index, replica.samples(groups))
+            if method != GROUP_SUMS:
+                self._owners.computed(index, replica.samples(groups))
         if trains:
             self._manifests |= dict(zip(replica.ranks, answers, strict=True))
         self._idle_since = now()
@@ -327,6 +350,7 @@ class TrainerGroup:
             self._book_state(ctx, replica, "idle")
             for rank in ctx.placement.end_training(replica.ranks):
                 ctx.work.notify(seated(ctx.rollout, rank).name)
+        return answers
 
 
 def now() -> float:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from async_flowrl.algorithms.ema import samples_from_average
+from async_flowrl.algorithms.ema import kept_vectors
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.model_sizes import Sizes
@@ -293,5 +293,4 @@ def streams(config: Config) -> int:
 
 
 def moving_averages(config: Config) -> int:
-    averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
-    return streams(config) - 1 + averaged
+    return streams(config) - 1 + kept_vectors(config.algorithm)

@@ -147,7 +147,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
 async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
     """Has a rollout worker encode the negative prompts for the trainer, which has no text encoder; {} without CFG."""
     config = prepared.config
-    if config.rollout.true_cfg_scale <= 1:
+    if max(config.rollout.true_cfg_scale, config.algorithm.reference_cfg_scale or 0.0) <= 1:
         return {}
     default = config.rollout.negative_prompt
     texts: Sequence[EncoderInput] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.requests.train))

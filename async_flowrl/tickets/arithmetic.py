@@ -5,7 +5,7 @@ The checks at start-up, the tools `plan` and `doctor`, and the benchmark use the
 
 import math
 
-from async_flowrl.algorithms.ema import samples_from_average
+from async_flowrl.algorithms.ema import kept_vectors
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import parse_resolution, pixels
 from async_flowrl.config.schema import Config
@@ -108,6 +108,5 @@ def state_bytes(config: Config, trained: int) -> int:
     """
     if not config.keeps_state:
         return 0
-    averaged = samples_from_average(config.algorithm.name, config.algorithm.old_policy_decay)
-    vectors = 3 + config.live_versions + HELD + averaged + (config.trainer.ema_decay is not None)
+    vectors = 3 + config.live_versions + HELD + kept_vectors(config.algorithm) + (config.trainer.ema_decay is not None)
     return _FLOAT_BYTES * vectors * trained

@@ -3,6 +3,7 @@
     proximal    the weights at the start of the batch; needed only for its second and later optimizer steps
     behaviour   the version that made the group's images
     reference   the model before training: the LoRA is off or as in `lora.path`; with tune=full the first weights
+    average     the moving average of `algorithm.average_decay`
     current     the trained weights; the only pass that a backward pass follows
 
 All run with the same shapes, grad mode and code, so equal weights give equal bits.
@@ -34,6 +35,7 @@ from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import GAP, PartStats, StepPlan
 from async_flowrl.training.optimizer import Optimizer
 from async_flowrl.training.parts import Group, Part, World, to_device
+from async_flowrl.transfers import upload
 from async_flowrl.types import Conditioning, EncoderInput, Span
 
 # Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines.
@@ -53,6 +55,7 @@ class UpdateInputs:
     # True if rollouts sample from a moving average, so even images of staleness 0 are not from the trained weights.
     averaged: bool
     reference: Tensor | None  # Flat weights of the KL reference; None means that the LoRA is switched off.
+    average: Tensor | None  # Flat weights of the moving average that the loss compares with, if there is one.
     # Entered while the network computes. In a process that samples, too, no ticket is made inside.
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -135,12 +138,21 @@ class ForwardPasses:
         if not fresh and (probed := self._behaviour_batches(batches, probing=probing and plan.replay)):
             with measured.span("behaviour"), inputs.parameters.swapped(inputs.sampled_by(meta.version)):
                 by_name["behaviour"] = self.predict(group, probed)
-        if "reference" in inputs.algorithm.needs:
-            base = inputs.reference
-            under = reference_mode(inputs.policy.transformer) if base is None else inputs.parameters.swapped(base)
-            with measured.span("reference"), under:
-                by_name["reference"] = self.predict(group, batches)
+        by_name |= self._compared(group, batches, measured)
         return FrozenPredictions(by_name, on_policy=fresh and (plan.update == 0 or lacks_proximal))
+
+    def _compared(
+        self, group: Group, batches: Sequence[MicroBatch], measured: UpdateMetrics
+    ) -> dict[str, list[Prediction]]:
+        """Returns the predictions of `reference` and `average`, if they are needed."""
+        inputs, by_name = self._inputs, dict[str, list[Prediction]]()
+        for name, flat in (("reference", inputs.reference), ("average", inputs.average)):
+            if name in inputs.algorithm.needs:
+                under = reference_mode(inputs.policy.transformer) if flat is None else inputs.parameters.swapped(flat)
+                with measured.span(name), under:
+                    guidance = inputs.config.algorithm.reference_cfg_scale if name == "reference" else None
+                    by_name[name] = self.predict(group, batches, guidance=guidance)
+        return by_name
 
     def train(
         self, group: Group, index: int, batch: MicroBatch, frozen: FrozenPredictions
@@ -152,7 +164,23 @@ class ForwardPasses:
         if frozen.on_policy:
             of_batch["behaviour"] = detached(current)
         needed = {name: of for name, of in of_batch.items() if name in algorithm.needs}
+        if batch.group_means is None and (terms := getattr(algorithm, "group_terms", None)) is not None:
+            batch = replace(batch, group_means=means_of_levels(batch, terms(batch, detached(current), needed)))
         return algorithm.loss(batch, current, needed), of_batch.get("behaviour")
+
+    def group_sums(self, group: Group, part: Part, measured: UpdateMetrics) -> list[list[float]]:
+        """Returns, for each trained level, the sums of `Algorithm.group_terms` over the images of a part."""
+        batches = self.batches(group, part)
+        compared = self._compared(group, batches, measured)
+        with measured.span("group_terms"):
+            current = self.predict(group, batches)
+        sums = list[list[float]]()
+        for index, batch in enumerate(batches):
+            frozen = {name: of[index] for name, of in compared.items()}
+            terms: Tensor = cast("Any", self._inputs.algorithm).group_terms(batch, current[index], frozen)
+            by_level = terms.reshape(len(set(batch.steps.tolist())), -1, terms.shape[-1])
+            sums += by_level.sum(dim=1).tolist()
+        return sums
 
     def clean(self, group: Group, batch: MicroBatch) -> Tensor:
         """Returns the clean latents x - sigma · v [B, ...] that the trained weights predict."""
@@ -170,19 +198,29 @@ class ForwardPasses:
             return list(batches)
         return [first_rows(batch, PROBED_ROWS) for batch in batches[:1]] if probing else []
 
-    def predict(self, group: Group, batches: Sequence[MicroBatch]) -> list[Prediction]:
+    def predict(
+        self, group: Group, batches: Sequence[MicroBatch], *, guidance: float | None = None
+    ) -> list[Prediction]:
         """Returns detached predictions. Gradients are enabled, because another grad mode may use other kernels."""
-        velocity = self._velocity(group)
+        velocity = self._velocity(group, guidance)
         return [detached(self._inputs.algorithm.predict(batch, velocity)) for batch in batches]
 
-    def _velocity(self, group: Group) -> Velocity:
+    def _velocity(self, group: Group, guidance: float | None = None) -> Velocity:
         policy, meta = self._inputs.policy, group.meta
-        negative = None
-        if meta.sampling.true_cfg_scale > 1:
+        negative, sampling = None, meta.sampling
+        if guidance is not None:
+            sampling = replace(sampling, true_cfg_scale=guidance)
+        if sampling.true_cfg_scale > 1:
             if meta.negative not in self._negatives:
                 raise ValueError(f"the conditioning of negative prompt {meta.negative!r} was not set")
             negative = self._negatives[meta.negative]
-        return lambda latents, sigma: policy.velocity(latents, sigma, group.conditioning, negative, meta.sampling)
+        return lambda latents, sigma: policy.velocity(latents, sigma, group.conditioning, negative, sampling)
+
+
+def means_of_levels(batch: MicroBatch, terms: Tensor) -> Tensor:
+    """Returns, in each row [B, K], the mean of `terms` [B, K] over the rows of its level."""
+    same = upload((batch.steps[:, None] == batch.steps[None]).to(terms.dtype), terms.device)
+    return same @ terms / same.sum(dim=1, keepdim=True)
 
 
 def first_rows(batch: MicroBatch, count: int, *, start: int = 0) -> MicroBatch:
@@ -201,7 +239,8 @@ def copied(batch: MicroBatch) -> MicroBatch:
 
 
 def _per_row(batch: MicroBatch) -> list[str]:
-    return [field.name for field in fields(batch) if field.name not in ("sigmas", "age")]
+    names = [field.name for field in fields(batch) if field.name not in ("sigmas", "age")]
+    return [name for name in names if getattr(batch, name) is not None]
 
 
 # Names of the trainer's own numbers of a part: loss, squared norm and largest magnitude of its gradient.

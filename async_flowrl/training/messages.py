@@ -49,12 +49,26 @@ class GroupMeta:
     seeds: tuple[int, ...]  # One seed per image, for algorithms that draw random numbers in the trainer.
     negative: EncoderInput  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
     sampling: Sampling  # Sampling of its images; the trainer uses the same guidance and resolution.
+    # Trained level → means over the group of what `Algorithm.group_terms` gives; empty: the group is one part.
+    means: tuple[tuple[float, ...], ...] = ()
     # The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them.
     owners: tuple[int, ...] = ()
 
     @property
     def selected(self) -> tuple[int, ...]:
         return tuple(image for part in self.parts for image in part)
+
+
+# (group, part) → for each trained level the sums of `Algorithm.group_terms` over the images of the part.
+GroupSums = dict[tuple[int, int], list[list[float]]]
+
+
+def with_means(meta: GroupMeta, sums: GroupSums) -> GroupMeta:
+    """Returns the group with its `means`; parts are added in order, so that their owners change nothing."""
+    by_level = zip(*(sums[meta.group, part] for part in range(len(meta.parts))), strict=True)
+    images = len(meta.selected)
+    means = [tuple(sum(terms) / images for terms in zip(*of_parts, strict=True)) for of_parts in by_level]
+    return replace(meta, means=tuple(means))
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,15 @@ class Group:
             rollout_log_prob=torch.cat([recorded[:, c] for c in columns]),
             seeds=tuple(derive(self.meta.seeds[i], "row", index) for index in indices for i in chosen),
             age=self.meta.age,
+            group_seeds=tuple(derive(self.meta.seeds[0], "row", index) for index in indices for _ in chosen),
+            group_means=self._means(columns, len(chosen)),
         )
+
+    def _means(self, columns: range, images: int) -> Tensor | None:
+        if not self.meta.means:
+            return None
+        by_level = torch.tensor([self.meta.means[c] for c in columns], dtype=torch.float64)
+        return upload(by_level.repeat_interleave(images, dim=0), self._device)
 
     def _point(self, index: int) -> int:
         if index not in self._points:

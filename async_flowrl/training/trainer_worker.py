@@ -126,6 +126,7 @@ class TrainerWorker:
             sampled_by=self.versions.of,
             averaged=self.versions.sampling is not None,
             reference=self.versions.reference(needed="reference" in self.algorithm.needs),
+            average=self.versions.average,
             turn=self._turn,
         )
         self.update = Update(made)

@@ -27,6 +27,7 @@ from async_flowrl.training.fsdp import free_gathered
 from async_flowrl.training.messages import (
     GAP,
     GroupMeta,
+    GroupSums,
     Manifest,
     PartStats,
     StepPlan,
@@ -58,6 +59,7 @@ class Update:
         self.planned = Account()  # Account of the parts that all ranks together have to add.
         # Lowest number of a group in this optimizer step so far; the first part of that group is probed.
         self._lowest: int | None = None
+        self._group_sums: GroupSums = {}
         self._fetched: list[int] = []  # Bytes of each trajectory that came.
         # Training step under way, whose gradients are not in the weights yet; None if none is.
         self.under_way: int | None = None
@@ -97,6 +99,19 @@ class Update:
                 for part in parts:
                     self._passes.remember_proximal(group, part, measured)
         self._before.extend(measured.spans)
+
+    def group_sums(self, request: TrainRequest, *trajectories: Trajectory) -> GroupSums:
+        """Returns the sums of `Algorithm.group_terms` of this rank's parts, of this and the earlier calls of a step."""
+        self._fetched += [trajectory.nbytes for trajectory in trajectories]
+        measured = UpdateMetrics()
+        with self._inputs.turn():
+            for group, parts in self._mine(request.metas, trajectories, request.tickets):
+                for part in parts:
+                    sums = self._passes.group_sums(group, part, measured)
+                    if part.counts:
+                        self._group_sums[group.meta.group, part.part] = sums
+        self._before.extend(measured.spans)
+        return self._group_sums
 
     def begin(self, step: int, plan: StepPlan) -> None:
         """Begins optimizer step `plan.update` of training step `step`. Raises ValueError if there is none."""
@@ -261,6 +276,7 @@ class Update:
         step, self.under_way, self._summed = self.under_way, None, False
         stats = replace(self._optimize(step), measures_next=self._region.due, fetched=tuple(self._fetched))
         self._fetched.clear()
+        self._group_sums = {}
         if self.plan.update == self._inputs.config.trainer.updates_per_batch - 1:
             self._passes.forget_proximal()
             self._profiler.stop()

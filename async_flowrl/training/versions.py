@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS, ema_decay, samples_from_average, update_average
+from async_flowrl.algorithms.ema import DECAYS, ema_decay, samples_from_average, update_average
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.tuning import tuning_of
@@ -31,7 +31,7 @@ _COMPARED_ELEMENTS = 1 << 26
 class Versions:
     """Flat vectors in the layout of `parameters`. Version n makes images after n training steps.
 
-    Float32 or None: `ema` is averaged for evaluations, `sampling` for rollouts (DiffusionNFT).
+    Float32 or None: `ema` is averaged for evaluations, `sampling` for rollouts (DiffusionNFT), `average` for losses.
     """
 
     def __init__(self, config: Config, parameters: FlatParameters, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -41,8 +41,8 @@ class Versions:
         # Dtype in which versions are kept: the widest of `dtypes`.
         self.dtype = functools.reduce(torch.promote_types, dtypes.values())
         algorithm = config.algorithm
-        averaged = samples_from_average(algorithm.name, algorithm.old_policy_decay)
-        self.sampling: Tensor | None = parameters.snapshot() if averaged else None
+        self.sampling: Tensor | None = parameters.snapshot() if samples_from_average(algorithm) else None
+        self.average: Tensor | None = parameters.snapshot() if algorithm.average_decay is not None else None
         self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
         # The last max_staleness + 1 versions; images that are not trained yet can have only these versions.
         self.retained: dict[int, Tensor] = {}
@@ -61,10 +61,11 @@ class Versions:
             update_average([self.ema], [self._parameters.values.data], ema_decay(steps, trainer.ema_decay))
 
     def after_batch(self, step: int, steps: int) -> None:
-        """Updates `sampling` and keeps version step + 1, after training step `step` and `steps` optimizer steps."""
-        if self.sampling is not None:
-            decay = OLD_POLICY_DECAYS[self._config.algorithm.old_policy_decay](steps)
-            update_average([self.sampling], [self._parameters.values.data], decay)
+        """Updates the averages and keeps version step + 1, after training step `step` and `steps` optimizer steps."""
+        algorithm = self._config.algorithm
+        for flat, decay in ((self.sampling, algorithm.old_policy_decay), (self.average, algorithm.average_decay)):
+            if flat is not None and decay is not None:
+                update_average([flat], [self._parameters.values.data], DECAYS[decay](steps))
         self.retain(step + 1)
 
     def retain(self, version: int) -> None:
@@ -132,7 +133,7 @@ class Versions:
         return self.of(0) if needed and self._whole else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns parts of a checkpoint: name of the part (retained, ema, sampling) → name → CPU tensor."""
+        """Returns parts of a checkpoint: name of the part (retained, ema, sampling, average) → name → CPU tensor."""
         parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
         for version, flat in self.retained.items():
             tensors = self._named(flat).items()
@@ -156,7 +157,8 @@ class Versions:
         self._changed = None
 
     def _averages(self) -> dict[str, Tensor]:
-        return {name: flat for name, flat in (("ema", self.ema), ("sampling", self.sampling)) if flat is not None}
+        averages = {"ema": self.ema, "sampling": self.sampling, "average": self.average}
+        return {name: flat for name, flat in averages.items() if flat is not None}
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
         return self._parameters.named(flat.to("cpu", copy=True))

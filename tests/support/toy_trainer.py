@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from async_flowrl.algorithms.ema import OLD_POLICY_DECAYS, ema_decay, update_average
+from async_flowrl.algorithms.ema import DECAYS, ema_decay, update_average
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.training.checkpoint import (
     Checkpoint,
@@ -179,7 +179,7 @@ class ToyTrainer:
                 self._average(EMA, ema_decay(taken + 1, self.config.trainer.ema_decay))
         if self.plan.update == self.config.trainer.updates_per_batch - 1:
             if SAMPLING in self.averages:
-                self._average(SAMPLING, OLD_POLICY_DECAYS[self.config.algorithm.old_policy_decay](taken + 1))
+                self._average(SAMPLING, DECAYS[self.config.algorithm.old_policy_decay](taken + 1))
             self.retained[self.step + 1] = copied(self.averages.get(SAMPLING, self.tensors))
             for old in [v for v in self.retained if v < self.step + 1 - self.config.max_staleness]:
                 del self.retained[old]

@@ -191,9 +191,9 @@ def _advantages(config: Config) -> npt.NDArray[np.float64]:
 
 def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
     # Counts the passes of a training step on the rank that has the most.
-    # Passes without gradient are the behaviour, the reference and, for all optimizer steps but the first, the proximal
-    # policy. Ranks that share the trained weights compute the parts of one group after the other
-    # (`World.by_group`).
+    # Passes without gradient are the behaviour, the reference, the average and, for all optimizer steps but the first,
+    # the proximal policy; and those before the loss of an algorithm with `group_terms`. Ranks that share the trained
+    # weights compute the parts of one group after the other (`World.by_group`).
     trainer, algorithm = config.trainer, worker.algorithm
     selected = len(algorithm.select(_advantages(config)))
     columns = trained_steps(config) // _columns(config)
@@ -208,9 +208,11 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
 
     stale = config.max_staleness > 0 or worker.versions.sampling is not None
     behaviour = groups if "behaviour" in algorithm.needs and stale else 0
-    reference = groups if "reference" in algorithm.needs else 0
+    compared = groups * len({"reference", "average"}.intersection(algorithm.needs))
+    if hasattr(algorithm, "group_terms") and parts > 1:
+        compared = 2 * compared + groups
     return {
         "micro_batches": updates * most(groups // updates),
-        "frozen_passes": most(later) + most(behaviour) + most(reference),
+        "frozen_passes": most(later) + most(behaviour) + most(compared),
         "optimizer_steps": updates,
     }

@@ -13,10 +13,17 @@ from async_flowrl.config.schema import AlgorithmConfig, Config
 SIGMAS = (1.0, 0.9, 0.75, 0.55, 0.3, 0.0)
 
 
-def build(*, max_staleness: int = 1, hand_over: str = "batch", updates_per_batch: int = 1, **fields: Any) -> Algorithm:
+def build(
+    *,
+    max_staleness: int = 1,
+    hand_over: str = "batch",
+    updates_per_batch: int = 1,
+    forward: int | None = 1,
+    **fields: Any,
+) -> Algorithm:
     """The algorithm, refused as a run would refuse it."""
     config = Config(max_staleness=max_staleness, hand_over=hand_over, algorithm=AlgorithmConfig(**fields))
-    config.trainer.updates_per_batch = updates_per_batch
+    config.trainer.updates_per_batch, config.trainer.timesteps_per_forward = updates_per_batch, forward
     config.rollout.num_inference_steps = len(SIGMAS) - 1
     check(config)
     return build_algorithm(config)
@@ -96,4 +103,5 @@ def final_rows(
         rollout_log_prob=torch.zeros(samples * levels),
         seeds=tuple(range(500, 500 + samples * levels)),
         age=1,
+        group_seeds=tuple(range(900, 900 + levels)) * samples,
     )

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from async_flowrl.algorithms.ema import (
-    OLD_POLICY_DECAYS,
-    ema_decay,
-    samples_from_average,
-    update_average,
-)
+from async_flowrl.algorithms.ema import DECAYS, ema_decay, kept_vectors, samples_from_average, update_average
+from async_flowrl.config.schema import AlgorithmConfig
 
 
 def test_ema_schedule() -> None:
@@ -16,15 +12,26 @@ def test_ema_schedule() -> None:
 
 
 def test_old_policy_schedules() -> None:
-    assert [OLD_POLICY_DECAYS["copy"](step) for step in (0, 10, 1000)] == [0.0, 0.0, 0.0]
-    assert [OLD_POLICY_DECAYS["half"](step) for step in (0, 10, 1000)] == [0.5, 0.5, 0.5]
-    assert [OLD_POLICY_DECAYS["slow"](step) for step in (0, 100, 499, 1000)] == pytest.approx([0.0, 0.1, 0.499, 0.5])
-    assert [OLD_POLICY_DECAYS["late"](step) for step in (0, 74, 75, 175, 1000)] == pytest.approx([0, 0, 0, 0.75, 0.999])
+    assert [DECAYS["copy"](step) for step in (0, 10, 1000)] == [0.0, 0.0, 0.0]
+    assert [DECAYS["half"](step) for step in (0, 10, 1000)] == [0.5, 0.5, 0.5]
+    assert [DECAYS["slow"](step) for step in (0, 100, 499, 1000)] == pytest.approx([0.0, 0.1, 0.499, 0.5])
+    assert [DECAYS["late"](step) for step in (0, 74, 75, 175, 1000)] == pytest.approx([0, 0, 0, 0.75, 0.999])
+    assert [DECAYS["quick"](step) for step in (0, 100, 1000)] == pytest.approx([0.0, 0.1, 0.3])
+    assert [DECAYS["rising"](step) for step in (0, 100, 1000)] == pytest.approx([0.25, 0.75, 0.999])
 
 
-def test_only_nft_with_a_slow_old_policy_samples_from_an_average() -> None:
-    assert samples_from_average("diffusion_nft", "slow") and samples_from_average("diffusion_nft", "late")
-    assert not samples_from_average("diffusion_nft", "copy") and not samples_from_average("flow_grpo", "slow")
+@pytest.mark.parametrize(
+    ("name", "decay", "average", "vectors"),
+    [
+        ("diffusion_nft", "slow", None, 1),
+        ("crd", "late", "rising", 2),
+        ("diffusion_nft", "copy", None, 0),
+        ("awm", "copy", "quick", 1),
+    ],
+)
+def test_what_is_averaged_and_what_is_sampled_from(name: str, decay: str, average: str | None, vectors: int) -> None:
+    config = AlgorithmConfig(name=name, old_policy_decay=decay, average_decay=average)
+    assert samples_from_average(config) == (decay != "copy") and kept_vectors(config) == vectors
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.25, 1.0])

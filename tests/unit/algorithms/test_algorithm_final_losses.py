@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_flowrl.algorithms.base import MicroBatch, draw
+from async_flowrl.algorithms.base import MicroBatch, detached, draw
+from async_flowrl.training.forward_passes import means_of_levels
 from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, build, final_rows, frozen, nudged
 
 
@@ -142,22 +143,99 @@ def test_dpo_value_and_gradient(levels: int, beta: float) -> None:
         assert torch.allclose(value, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["diffusion_nft", "dpo"])
+def vgrpo_reference(
+    batch: MicroBatch, nets_: dict[str, Network], *, levels: int, clip: float, eta: float | None, kl: float
+) -> Tensor:
+    """Sum over rows, float64, as the paper writes it: errors of x0_hat, one ratio per image."""
+    noise, _ = draw(batch, batch.group_seeds)
+    total = torch.zeros((), dtype=torch.float64)
+    for image in range(len(batch.seeds) // levels):
+        surrogates, penalty = {"current": [], "proximal": []}, 0.0
+        for row in range(image * levels, (image + 1) * levels):
+            x0, s = batch.latents[row].double(), SIGMAS[int(batch.steps[row])]
+            xs = (1 - s) * x0 + s * noise[row].double()
+            clean = {
+                name: xs - s * torch.tanh(xs @ nets_[name].w.double() + s * nets_[name].u.double())
+                for name in surrogates
+            }
+            for name, predicted in clean.items():
+                error = predicted - x0
+                surrogates[name].append((error.square() / error.abs().mean().detach()).mean())
+            penalty = penalty + kl * (clean["current"] - clean["proximal"].detach()).square().mean()
+        new, old = (torch.stack(surrogates[name]).mean() for name in ("current", "proximal"))
+        ratio, A = torch.exp(old.detach() - new), float(batch.advantages[image * levels])
+        A = eta * float(np.tanh(A / eta)) if eta is not None else max(-5.0, min(5.0, A))
+        total = total + penalty - levels * torch.minimum(ratio * A, ratio.clamp(1 - clip, 1 + clip) * A)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("settings", "reference"),
+    [
+        ({}, {"clip": 0.01, "eta": None, "kl": 0.0}),
+        ({"adv_clip": "tanh", "adv_clip_max": 3.0}, {"clip": 0.01, "eta": 3.0, "kl": 0.0}),
+        ({"clip_range": 5e-4, "kl_coef": 0.3}, {"clip": 5e-4, "eta": None, "kl": 0.3}),
+    ],
+)
+def test_vgrpo_value_and_gradient(settings: dict[str, Any], reference: dict[str, Any]) -> None:
+    algorithm = build(name="vgrpo", updates_per_batch=2, forward=None, **{"clip_range": 0.01, **settings})
+    batch, networks = final_rows(4, 3, [1.0, -1.5, 0.2, 9.0]), nets()
+    networks["proximal"] = nudged(networks["current"], 0.01, seed=5)
+    old = {"proximal": algorithm.predict(batch, frozen(networks["proximal"]))}
+    output = algorithm.loss(batch, algorithm.predict(batch, networks["current"]), old)
+    expected = vgrpo_reference(batch, networks, levels=3, **reference)
+    assert output.loss.sum().item() == pytest.approx(expected.item(), rel=1e-5)
+    assert 0 < float(output.metrics["clip_fraction"].mean()) < 1 or reference["clip"] == 0.01
+    parameters = list(networks["current"].parameters())
+    got = torch.autograd.grad(output.loss.sum(), parameters)
+    for value, wanted in zip(got, torch.autograd.grad(expected, parameters), strict=True):
+        assert torch.allclose(value, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_vgrpo_needs_all_levels_of_an_image_from_the_second_optimizer_step_on() -> None:
+    assert build(name="vgrpo", forward=1).needs == ("proximal",)
+    with pytest.raises(ValueError, match="timesteps_per_forward=null"):
+        build(name="vgrpo", updates_per_batch=2, forward=1)
+    with pytest.raises(ValueError, match="kl_coef"):
+        build(name="vgrpo", kl_coef=0.3)
+
+
+@pytest.mark.parametrize("name", ["vgrpo", "dgpo"])
+def test_a_group_shares_its_noise_at_a_level(name: str) -> None:
+    batch, algorithm = final_rows(3, 2, [1.0, -0.5, -0.5]), build(name=name)
+    seen: list[Tensor] = []
+
+    def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
+        seen.append(latents - (1 - sigma.reshape(-1, 1, 1)) * batch.latents)
+        return latents
+
+    algorithm.predict(batch, velocity)
+    by_image = seen[0].reshape(3, 2, *seen[0].shape[1:])
+    assert torch.allclose(by_image[0], by_image[1], atol=1e-6) and torch.allclose(by_image[0], by_image[2], atol=1e-6)
+    assert not torch.allclose(by_image[0, 0], by_image[0, 1], atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "dpo", "awm", "vgrpo", "dgpo", "crd"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_training_moves_the_right_way_and_the_wrong_way(name: str, sign: float) -> None:
     """Images near +1 are good: the flow's own x0 prediction moves towards them, or away when negated."""
     torch.manual_seed(0)
-    algorithm = build(name=name, beta=1.0 if name == "diffusion_nft" else 10.0)
+    beta = {"diffusion_nft": 1.0, "dpo": 10.0, "dgpo": 10.0, "crd": 1.0}
+    algorithm: Any = build(name=name, **({"beta": beta[name]} if name in beta else {}))
     network, reference = Network(3, seed=1), Network(3, seed=1)
     base = final_rows(2, 5, [sign, -sign])
     goal = torch.cat([torch.ones(5, 4, 3), -torch.ones(5, 4, 3)])
     optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
     for step in range(40):
         batch = replace(base, latents=goal, next_latents=goal, seeds=tuple(range(10 * step, 10 * step + 10)))
+        batch = replace(batch, group_seeds=batch.seeds[:5] * 2)
         fixed = algorithm.predict(batch, frozen(reference))
-        loss = algorithm.loss(
-            batch, algorithm.predict(batch, network), dict.fromkeys(algorithm.needs, fixed)
-        ).loss.mean()
+        others, current = dict.fromkeys(algorithm.needs, fixed), algorithm.predict(batch, network)
+        others.pop("proximal", None)  # Each step is the first of its batch.
+        if hasattr(algorithm, "group_terms"):
+            terms = algorithm.group_terms(batch, detached(current), others)
+            batch = replace(batch, group_means=means_of_levels(batch, terms))
+        loss = algorithm.loss(batch, current, others).loss.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

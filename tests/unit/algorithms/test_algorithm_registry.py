@@ -32,6 +32,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "flow_dppo": {},
     "diffusion_nft": {},
     "dpo": {"beta": 100.0},
+    "awm": {},
+    "vgrpo": {},
+    "dgpo": {},
+    "crd": {},
 }
 
 
@@ -43,7 +47,10 @@ def test_a_loss_reads_what_it_says_and_no_more(name: str) -> None:
     current = algorithm.predict(batch, lambda latents, sigma: 0.1 * latents)
     assert set(current) == set(algorithm.predicts)
     lean: Any = {key: value for key, value in current.items() if key in algorithm.reads}
-    assert torch.isfinite(algorithm.loss(batch, lean, dict.fromkeys(algorithm.needs, lean)).loss).all()
+    others = dict.fromkeys(algorithm.needs, lean)
+    if terms := getattr(algorithm, "group_terms", None):
+        batch = replace(batch, group_means=terms(batch, lean, others))
+    assert torch.isfinite(algorithm.loss(batch, lean, others).loss).all()
     if name == "flow_grpo":
         assert algorithm.reads == ("log_prob",)
         assert build(name=name, kl_coef=0.1, kl_probe_images=0).reads == ("log_prob", "mean", "std")
@@ -64,6 +71,7 @@ def micro_batch() -> MicroBatch:
         rollout_log_prob=torch.zeros(2),
         seeds=(1, 2),
         age=0,
+        group_seeds=(3, 3),
     )
 
 
@@ -132,6 +140,8 @@ OTHER: dict[str, Any] = {
     "step_weight": "variance", "max_kl_per_update": 1.0, "kl_probe_images": 3, "kl_form": "exact", "correction": "mask",
     "correction_threshold": 0.5, "tis_cap": 3.0, "timestep_range": (0, 3), "kl_coef": 0.1, "adv_clip_max": 3.0,
     "beta": 0.5, "advantage_mode": "binary", "old_policy_decay": "half", "zero_std_groups": "drop",
+    "timestep_stratified": True, "adv_clip": "tanh", "error_weight": "ghuber", "average_decay": "half",
+    "average_coef": 0.1, "anchor": "average", "reference_cfg_scale": 4.5,
 }  # fmt: skip
 """Field → another value than its default."""
 

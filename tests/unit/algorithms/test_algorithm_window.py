@@ -109,6 +109,13 @@ def test_final_images_are_trained_at_levels_of_the_range_alone() -> None:
     assert all(draw(everything, step=step) == draw(named, step=step) for step in range(20))
 
 
+def test_stratified_levels_are_one_of_each_equal_part() -> None:
+    config = AlgorithmConfig(name="vgrpo", timestep_stratified=True, timestep_fraction=0.4, timestep_range=(1, 11))
+    drawn = [draw_window(config, num_inference_steps=11, seed=0, step=s, group=0).train_steps for s in range(60)]
+    assert all(1 <= a <= 2 < b <= 5 < c <= 7 < d <= 10 for a, b, c, d in drawn)
+    assert [len({steps[part] for steps in drawn}) for part in range(4)] == [2, 3, 2, 3]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["none", "random", "sliding", "list", "fraction"]),

@@ -32,7 +32,15 @@ def glyphs(shard: str = "none", **trainer: int) -> Config:
     return config
 
 
-CONFIGURATIONS = {"demanding": demanding, "glyphs": glyphs}
+def preference(shard: str = "none", **trainer: int) -> Config:
+    """A loss that compares whole groups, which are cut into two parts, with the reference and a moving average."""
+    config = rig.tiny_config(micro_batch_size=2, shard=shard, **trainer)
+    config.prompts_per_step, config.algorithm.name, config.algorithm.sde_type = GROUPS, "dgpo", "ode"
+    config.algorithm.beta, config.algorithm.average_decay, config.algorithm.kl_coef = 100.0, "half", 0.1
+    return config
+
+
+CONFIGURATIONS = {"demanding": demanding, "glyphs": glyphs, "preference": preference}
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +54,18 @@ def batches() -> dict[str, list[list[rig.Handed]]]:
                 sampler.group(step, group, version=max(0, step - oldest), age=min(step, oldest))
                 for group in range(GROUPS)
             ]
-            for step in range(STEPS if name == "demanding" else 2)
+            for step in range(STEPS if name != "glyphs" else 2)
         ]
     return made
 
 
 def jobs(batches: dict[str, list[list[rig.Handed]]], **trainer: int) -> dict[str, Job]:
     layouts = ["none", "full"] + (["hybrid"] if "shard_size" in trainer else [])
-    shared = {f"demanding, {shard}": (demanding(shard, **trainer), batches["demanding"]) for shard in layouts}
+    shared = {
+        f"{name}, {shard}": (CONFIGURATIONS[name](shard, **trainer), batches[name])
+        for name in ("demanding", "preference")
+        for shard in layouts
+    }
     return {**shared, "glyphs": (glyphs(**trainer), batches["glyphs"])}
 
 

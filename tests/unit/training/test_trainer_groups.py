@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.training.messages import StepPlan
+from async_flowrl.training.messages import StepPlan, TrainRequest, with_means
 from async_flowrl.training.update import NonFiniteError
 from tests.support import trainer_rig as rig
 
@@ -73,3 +73,27 @@ def test_a_pair_trains_on_its_best_and_worst_image() -> None:
     stats = [rig.update(worker, step, [pair]) for step in range(4)]
     assert stats[0].metrics["loss"] == pytest.approx(np.log(2.0), abs=1e-6)
     assert stats[-1].metrics["loss"] < stats[0].metrics["loss"]
+
+
+@pytest.mark.parametrize("name", ["dgpo", "crd"])
+def test_a_group_that_is_cut_has_the_gradient_of_the_whole_group(name: str) -> None:
+    """Its loss needs means over the whole group, which each part's rank adds to; parts of their own would differ."""
+    config = rig.tiny_config(micro_batch_size=2)
+    config.algorithm.name, config.algorithm.sde_type, config.algorithm.beta = name, "ode", 50.0
+    (meta, tickets), worker = rig.Sampler(config).group(0, 0), rig.trainer(config)
+    worker.parameters.values.data.add_(
+        0.05 * torch.randn(worker.parameters.values.shape, generator=torch.Generator().manual_seed(1))
+    )
+    worker.parameters.changed()
+    sums = worker.update.group_sums(TrainRequest(0, (meta,)), *tickets)
+    whole = replace(meta, parts=(meta.selected,))
+    apart = [replace(meta, parts=(part,)) for part in meta.parts]
+    gradients = []
+    for metas in ([whole], [with_means(meta, sums)], apart):
+        worker.update.begin(0, StepPlan(rows=rig.rows([(meta, tickets)])))
+        for index, one in enumerate(metas):
+            worker.update.accumulate([replace(one, group=index)], *tickets)
+        gradients.append(rig.gradient(worker))
+    scale = float(gradients[0].abs().max())
+    assert torch.allclose(gradients[1], gradients[0], rtol=0, atol=1e-4 * scale)
+    assert not torch.allclose(gradients[2], gradients[0], rtol=0, atol=1e-2 * scale)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.training.messages import TrainRequest, UpdateStats, merged
+from async_flowrl.training.messages import GroupSums, TrainRequest, UpdateStats, merged, with_means
 from async_flowrl.training.parts import tickets_for, tickets_of
 from async_flowrl.training.trainer_worker import TrainerWorker
 from separation.rendezvous import join, leave
@@ -113,10 +114,27 @@ def _for_rank(worker: TrainerWorker, request: TrainRequest, tickets: Sequence[An
     return replace(request, tickets=which), *own
 
 
+def _with_means(worker: TrainerWorker, step: int, handed: list[rig.Handed]) -> list[rig.Handed]:
+    """The groups with the means that the loss needs, of the sums that each rank has computed for its own parts."""
+    if not hasattr(worker.algorithm, "group_terms"):
+        return handed
+    own: GroupSums = {}
+    for meta, tickets in handed:
+        if any(owner in worker.world.replica for owner in meta.owners):
+            own = worker.update.group_sums(*_for_rank(worker, TrainRequest(step, (meta,)), tickets))
+    by_rank: list[Any] = [own]
+    if worker.world.size > 1:
+        by_rank *= worker.world.size
+        dist.all_gather_object(by_rank, own)
+    sums = {part: of for rank in by_rank for part, of in rank.items()}
+    return [(with_means(meta, sums), tickets) for meta, tickets in handed]
+
+
 def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.StepPlan) -> UpdateStats:
     """As the controller does: a few groups a call to the replicas that train them, and once more where the sum does not
     fit. Every rank hears at the end of all groups, and gets the probe."""
     planned = tuple((meta.group, len(meta.owners)) for meta, _ in handed)
+    handed = _with_means(worker, step, handed)
     turn = step % len(handed)  # Groups come in another order with every step.
     coming = [*handed[turn:], *handed[:turn]]
     mine = [(meta, t) for meta, t in coming if any(owner in worker.world.replica for owner in meta.owners)]

@@ -1,0 +1,37 @@
+"""Tests of losses on final images against Flow-Factory's own trainers: value and gradient for the same tensors."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from async_flowrl.algorithms.base import detached
+from async_flowrl.training.forward_passes import means_of_levels
+from tests.support.peer_losses import CASES, EXPECTED, IMAGES, LEVELS, inputs
+from tests.unit.algorithms.algorithm_cases import build, frozen
+
+RECORDED: dict[str, Any] = json.loads(EXPECTED.read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_are_those_of_the_peer(case: str) -> None:
+    name, ours, _ = CASES[case]
+    algorithm: Any = build(name=name, **ours)
+    batch, networks = inputs()
+    current = algorithm.predict(batch, networks["current"])
+    others = {needed: algorithm.predict(batch, frozen(networks[needed])) for needed in algorithm.needs}
+    if hasattr(algorithm, "group_terms"):
+        terms = algorithm.group_terms(batch, detached(current), others)
+        batch = replace(batch, group_means=means_of_levels(batch, terms))
+    output = algorithm.loss(batch, current, others)
+    losses, gradients = RECORDED[case]
+    assert output.loss.reshape(IMAGES, LEVELS).mean(dim=0).tolist() == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    got = torch.autograd.grad(output.loss.sum() / IMAGES, list(networks["current"].parameters()))
+    for value, expected in zip(got, map(torch.tensor, gradients), strict=True):
+        assert torch.allclose(value, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_every_case_is_recorded() -> None:
+    assert RECORDED.keys() == CASES.keys()
