@@ -16,6 +16,8 @@ FloatArray = npt.NDArray[np.float64]
 Groups = Sequence[FloatArray]
 # Added to the standard deviation before the division, as in flow_grpo's code.
 EPS = 1e-4
+# Least std of a batch's advantages that gdpo divides by, as in Flow-Factory's code.
+MIN_BATCH_STD = 1e-6
 
 
 class GroupAdvantages:
@@ -23,7 +25,7 @@ class GroupAdvantages:
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         self.config = config
-        self.group_local = not config.global_std
+        self.group_local = not config.global_std and config.combine != "gdpo"
 
     def advantages(
         self,
@@ -49,10 +51,10 @@ def compute_advantages(
 
     `rewards` holds, per name of a reward, the groups' raw rewards [n]; `weights` has one factor per name (None: all 1).
     `combine=sum` adds the weighted rewards and normalises the sum; `per_reward` normalises each reward and adds the
-    weighted results. `global_std` divides by the std of all given groups. Two settings exist to test that learning
-    comes from the rewards: `negate_reward` changes their sign, `permute_advantages` shuffles the advantages of each
-    group and needs one of `seeds` per group. Raises ValueError for rewards that are not lists of finite numbers, none,
-    or missing seeds.
+    weighted results; `gdpo` then whitens these over all given groups (GDPO, arXiv 2601.05242). `global_std` divides by
+    the std of all given groups. Two settings exist to test that learning comes from the rewards: `negate_reward`
+    changes their sign, `permute_advantages` shuffles the advantages of each group and needs one of `seeds` per group.
+    Raises ValueError for rewards that are not lists of finite numbers, none, or missing seeds.
     """
     sign = -1.0 if config.negate_reward else 1.0
     factors = {name: sign * (1.0 if weights is None else weights[name]) for name in rewards}
@@ -61,6 +63,9 @@ def compute_advantages(
         result = _normalised(_weighted_sum(arrays, factors), config)
     else:
         result = _weighted_sum({name: _normalised(groups, config) for name, groups in arrays.items()}, factors)
+    if config.combine == "gdpo":
+        together = np.concatenate(result)
+        result = [(group - together.mean()) / max(float(together.std()), MIN_BATCH_STD) for group in result]
     if not config.permute_advantages:
         return result
     if seeds is None or len(seeds) != len(result):

@@ -41,7 +41,7 @@ def samples_from_average(config: AlgorithmConfig) -> bool:
 
 def kept_vectors(config: AlgorithmConfig) -> int:
     """Returns the number of copies of the trained weights in float32 that the algorithm keeps."""
-    return samples_from_average(config) + (config.average_decay is not None)
+    return samples_from_average(config) + (config.average_decay is not None) + (config.reference_every is not None)
 
 
 @torch.no_grad()

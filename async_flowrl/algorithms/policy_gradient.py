@@ -18,7 +18,9 @@ from torch import Tensor
 from async_flowrl.algorithms import sde
 from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, detached
+from async_flowrl.algorithms.window import possible_steps
 from async_flowrl.config.schema import AlgorithmConfig
+from async_flowrl.transfers import upload
 
 # Log-ratios are clamped to ± this value before exp, because an overflow would give gradients of infinity × 0.
 MAX_LOG_RATIO = 20.0
@@ -148,6 +150,8 @@ class PolicyGradient(GroupAdvantages, ABC):
         loss = surrogate.loss
         if self.config.step_weight == "variance":
             loss = loss * current["std"].double().square()
+        elif self.config.step_weight != "none":
+            loss = loss * self._relative_weights(batch)
         if behaviour is None:
             weight_log = self._nats(since_rollout, batch, current)
             metrics |= weight_metrics(weight_log)
@@ -164,6 +168,18 @@ class PolicyGradient(GroupAdvantages, ABC):
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
         return LossOutput(loss.float(), metrics)
+
+    def _relative_weights(self, batch: MicroBatch) -> Tensor:
+        """Returns the weight of each row's step [B], relative to the mean over all steps that a window may contain."""
+        config = self.config
+        by_step = sde.relative_weights(
+            config.step_weight,
+            batch.sigmas,
+            possible_steps(config, len(batch.sigmas) - 1),
+            sde_type=config.sde_type,
+            noise_level=config.noise_level,
+        )
+        return by_step[upload(batch.steps, by_step.device)]
 
     def moved(self, batch: MicroBatch, before: Prediction, after: Prediction) -> Tensor:
         """Returns the KL [B] float64 in nats per latent; the std of a step is the same under all weights."""

@@ -60,7 +60,7 @@ def build_algorithm(run: Config) -> Algorithm:
         algorithm.reach = reach_of(run)
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
     _check_steps(algorithm, config, final=final)
-    _check_forward(algorithm, run)
+    _check_run(algorithm, run)
     return algorithm
 
 
@@ -171,12 +171,17 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
                 f"algorithm.max_kl_per_update needs the KL between two predictions, and {config.name} has no "
                 "moved(batch, before, after): write one, or set algorithm.max_kl_per_update=null"
             )
-    if config.step_weight == "variance" and (final or not getattr(algorithm, "gaussian", True)):
+    if config.step_weight != "none" and (final or not getattr(algorithm, "gaussian", True)):
         reason = "has no noisy steps to weigh" if final else "weighs steps by their variance already, under cps"
         raise ValueError(f"{config.name} {reason}: set algorithm.step_weight=none")
 
 
-def _check_forward(algorithm: Algorithm, run: Config) -> None:
+def _check_run(algorithm: Algorithm, run: Config) -> None:
+    optional = [name for name, term in run.reward.terms.items() if not term.required]
+    if optional and run.algorithm.combine == "gdpo":
+        raise ValueError(
+            f"algorithm.combine=gdpo needs all rewards of a group: reward.terms.{optional[0]}.required=true"
+        )
     levels, forward = rows_per_image(run.algorithm, run.rollout.num_inference_steps), run.trainer.timesteps_per_forward
     joins = getattr(algorithm, "joins_levels", False) and run.trainer.updates_per_batch > 1
     if joins and forward not in (None, levels):
@@ -194,15 +199,18 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
         compares = "compares with a moving average" if config.average_decay is None else "compares with no average"
         given = config.average_decay or "null"
         raise ValueError(f"{config.name} {compares} with these settings, got algorithm.average_decay={given}")
-    if config.reference_cfg_scale is not None and "reference" not in algorithm.needs:
-        given = f"algorithm.reference_cfg_scale={config.reference_cfg_scale:g}"
-        raise ValueError(f"{config.name} compares with no reference with these settings, got {given}")
+    for key in ("reference_cfg_scale", "reference_every"):
+        if (given := getattr(config, key)) is not None and "reference" not in algorithm.needs:
+            raise ValueError(
+                f"{config.name} compares with no reference with these settings, got algorithm.{key}={given}"
+            )
     final, records = trains_on_final_images(config), algorithm.records
     if final != (records == "final"):
         must = str(not final).lower()
         raise ValueError(f"{config.name} records {records!r}, so algorithm.final_images must be {must}")
     if hand_over == "stream" and not algorithm.group_local:
-        raise ValueError("algorithm.global_std needs hand_over=batch: the batch's std is not known while it streams")
+        name = "combine=gdpo" if config.combine == "gdpo" else "global_std"
+        raise ValueError(f"algorithm.{name} needs hand_over=batch: the batch's std is not known while it streams")
     stale = max_staleness >= 1 and algorithm.records == "transitions" and "behaviour" not in algorithm.needs
     as_shipped = isinstance(algorithm, PolicyGradient) and resolve_correction(config, max_staleness) == "none"
     if stale and config.correction != "none" and config.name not in BUILT_IN and not as_shipped:
@@ -237,6 +245,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "average_decay": ("awm", "dgpo", "crd"),
     "average_coef": ("awm",),
     "anchor": ("dgpo", "crd"),
+    "reference_every": tuple(name for name in BUILT_IN if name != "vgrpo"),
     "reference_cfg_scale": ("diffusion_nft", "dpo", "awm", "dgpo", "crd"),
 }
 # Field → another value than its default that says no more than that it has no effect.

@@ -7,6 +7,7 @@ are float64.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import SDE_TYPES
+from async_flowrl.transfers import upload
 
 # Noise level from which on `sde` divides by 1 - sigmas[1] instead of 1 - s, which is 0 in a schedule's first step.
 FIRST_STEP_MIN_SIGMA = 1.0 - 1e-6
@@ -99,9 +101,34 @@ def transition(
 
 def step_stds(sigmas: Tensor, *, sde_type: str, noise_level: float) -> Tensor:
     """Returns the std [T - 1] that the steps of a schedule [T+1] would have with noise; the last step is left out."""
-    x, before, after = torch.zeros(len(sigmas) - 2, 1), sigmas[:-2], sigmas[1:-1]
-    step = transition(x, x, before, after, sigma_after_first=sigmas[1], sde_type=sde_type, noise_level=noise_level)
-    return step.std.flatten()
+    return _with_noise(sigmas, sde_type, noise_level).std.flatten()
+
+
+# `algorithm.step_weight` → function of std [T-1] and |d mean / d velocity| [T-1] of the steps.
+STEP_WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relative_variance": lambda std, slope: std.square(),
+    "relative_std": lambda std, slope: std,
+    "rectified": lambda std, slope: std / slope,
+}
+
+
+def relative_weights(kind: str, sigmas: Tensor, steps: Sequence[int], *, sde_type: str, noise_level: float) -> Tensor:
+    """Returns STEP_WEIGHTS[kind] of each step but the last, divided by its mean over `steps`, [T - 1] float64.
+
+    relative_std: TempFlow-GRPO (arXiv 2508.04324); rectified: Flash-GRPO (2605.15980), which makes the gradients of all
+    steps with respect to the velocity equally long. `sigmas` [T+1] is the schedule.
+    """
+    step = _with_noise(sigmas, sde_type, noise_level)
+    weights = STEP_WEIGHTS[kind](step.std.flatten().double(), step.mean.flatten().double().abs())
+    return weights / weights[upload(torch.tensor(steps), weights.device)].mean()
+
+
+def _with_noise(sigmas: Tensor, sde_type: str, noise_level: float) -> Transition:
+    """Returns all steps but the last for latents 0 and velocity 1, so that the means are d mean / d velocity."""
+    x, before, after = sigmas.new_zeros(len(sigmas) - 2, 1), sigmas[:-2], sigmas[1:-1]
+    return transition(
+        x, x + 1.0, before, after, sigma_after_first=sigmas[1], sde_type=sde_type, noise_level=noise_level
+    )
 
 
 def _filled(value: float | Tensor, like: Tensor) -> Tensor:

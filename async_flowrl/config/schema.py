@@ -224,9 +224,11 @@ class AlgorithmConfig:
     clip_unit: str = setting("mean", choices=("mean", "nats"))
     """mean: clip_range bounds the ratio of log-probs per latent element, as in published recipes. nats: it bounds the
     log-ratio of whole latents, so the same value suits any resolution."""
-    step_weight: str = setting("none", choices=("none", "variance"))
+    step_weight: str = setting("none", choices=("none", "variance", "relative_variance", "relative_std", "rectified"))
     """variance: weight the loss of each denoising step by the variance of its noise. none: the last noisy steps, whose
-    densities are the sharpest, dominate the gradient although they say least about the image."""
+    densities are the sharpest, dominate the gradient although they say least about the image. relative_variance,
+    relative_std (TempFlow-GRPO), rectified (Flash-GRPO): variance, standard deviation, or standard deviation ÷ |d mean
+    / d velocity|, divided by its mean over all steps that may be trained."""
     max_kl_per_update: float | None = setting(None, above=0)
     """Nats per image, summed over the denoising steps, by which one optimizer step may move the policy (exact Gaussian
     KL, measured after the step). A longer step is scaled down. null = no limit; then every tenth step is measured."""
@@ -235,6 +237,9 @@ class AlgorithmConfig:
     at every denoising step; 0 = not measured."""
     kl_coef: float = setting(0.0, at_least=0)
     """Coefficient of the KL penalty; 0 = none. Above 0, each batch needs a forward pass of the reference model."""
+    reference_every: int | None = setting(None, at_least=1)
+    """Training steps after which the trained weights become the reference, again and again; null = it stays the model
+    before training."""
     kl_form: str = setting("code", choices=("code", "exact", "proximal"))
     """exact: the Gaussian KL to the reference, per latent element. code: the same times the step size (for cps equal to
     exact), as published coefficients assume. proximal: half the squared log-ratio to the weights at the start of the
@@ -252,9 +257,9 @@ class AlgorithmConfig:
     zero_std_groups: str = setting("count", choices=("count", "drop"))
     """Groups whose images all have the same reward. count: they count in the mean over the rows of a step. drop: they
     are not trained at all, their KL neither, and the mean is over the rows that are (flow_grpo's code)."""
-    combine: str = setting("sum", choices=("sum", "per_reward"))
+    combine: str = setting("sum", choices=("sum", "per_reward", "gdpo"))
     """With several rewards: sum adds the weighted rewards, then normalises; per_reward normalises each, then adds them
-    with their weights."""
+    with their weights; gdpo then whitens the sums over the batch, which needs hand_over=batch."""
     correction: str | None = setting(None, choices=("none", "mask", "tis", "rollout_tis"))
     """Correction for images of older weights. none: nothing. mask: drops rows that moved too far from these weights.
     tis: truncated importance weights with respect to these weights. rollout_tis: the same with respect to the log-probs

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 UNFIT = (
     *("tune ", "full.", "lora.rank ", "lora.targets ", "model.family ", "model.tiny."),
     *("trainer.ema_decay was None", "algorithm.old_policy_decay was copy", "algorithm.average_decay was None"),
+    "algorithm.reference_every was None",
 )
 
 

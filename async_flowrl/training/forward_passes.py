@@ -2,7 +2,8 @@
 
     proximal    the weights at the start of the batch; needed only for its second and later optimizer steps
     behaviour   the version that made the group's images
-    reference   the model before training: the LoRA is off or as in `lora.path`; with tune=full the first weights
+    reference   the model before training: the LoRA is off or as in `lora.path`; with tune=full the first weights; with
+                `algorithm.reference_every` the weights after the last such step
     average     the moving average of `algorithm.average_decay`
     current     the trained weights; the only pass that a backward pass follows
 

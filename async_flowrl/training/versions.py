@@ -43,6 +43,8 @@ class Versions:
         algorithm = config.algorithm
         self.sampling: Tensor | None = parameters.snapshot() if samples_from_average(algorithm) else None
         self.average: Tensor | None = parameters.snapshot() if algorithm.average_decay is not None else None
+        # The reference that `reference_every` renews.
+        self.renewed: Tensor | None = parameters.snapshot() if algorithm.reference_every is not None else None
         self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
         # The last max_staleness + 1 versions; images that are not trained yet can have only these versions.
         self.retained: dict[int, Tensor] = {}
@@ -61,11 +63,13 @@ class Versions:
             update_average([self.ema], [self._parameters.values.data], ema_decay(steps, trainer.ema_decay))
 
     def after_batch(self, step: int, steps: int) -> None:
-        """Updates the averages and keeps version step + 1, after training step `step` and `steps` optimizer steps."""
+        """Updates averages and reference and keeps version step + 1; `steps` optimizer steps were made in all."""
         algorithm = self._config.algorithm
         for flat, decay in ((self.sampling, algorithm.old_policy_decay), (self.average, algorithm.average_decay)):
             if flat is not None and decay is not None:
                 update_average([flat], [self._parameters.values.data], DECAYS[decay](steps))
+        if self.renewed is not None and (step + 1) % cast("int", algorithm.reference_every) == 0:
+            self.renewed.copy_(self._parameters.values.data)
         self.retain(step + 1)
 
     def retain(self, version: int) -> None:
@@ -126,6 +130,8 @@ class Versions:
 
     def reference(self, *, needed: bool) -> Tensor | None:
         """Returns the flat weights of the KL's reference; None without one, or if it is the bare base."""
+        if self.renewed is not None:
+            return self.renewed
         if self._config.lora.path is not None:
             # A warm start is the policy to stay close to, not the bare base model.
             return self._parameters.snapshot()
@@ -133,7 +139,7 @@ class Versions:
         return self.of(0) if needed and self._whole else None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns parts of a checkpoint: name of the part (retained, ema, sampling, average) → name → CPU tensor."""
+        """Returns parts of a checkpoint: name of the part (retained, or as `_averages`) → name → CPU tensor."""
         parts = {"retained": {}, **{n: self._named(t) for n, t in self._averages().items()}}
         for version, flat in self.retained.items():
             tensors = self._named(flat).items()
@@ -157,7 +163,7 @@ class Versions:
         self._changed = None
 
     def _averages(self) -> dict[str, Tensor]:
-        averages = {"ema": self.ema, "sampling": self.sampling, "average": self.average}
+        averages = {"ema": self.ema, "sampling": self.sampling, "average": self.average, "reference": self.renewed}
         return {name: flat for name, flat in averages.items() if flat is not None}
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:

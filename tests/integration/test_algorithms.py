@@ -15,6 +15,8 @@ OTHERWISE = {
     "flow_grpo": ("total_steps=3",),
     "mix_grpo": ("total_steps=3",),
     "diffusion_nft": ("trainer.learning_rate=0.02", "rollout.num_inference_steps=4", "algorithm.beta=0.1"),
+    "dgpo": ("trainer.learning_rate=0.02",),
+    "crd": ("algorithm.kl_coef=0.001",),
     "flow_grpo_bounded": ("trainer.learning_rate=0.02", "total_steps=8"),
 }
 """Where the settings of `follow` are more than enough, or too few. DiffusionNFT trains every noise level, and follows

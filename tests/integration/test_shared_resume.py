@@ -7,8 +7,11 @@ import pytest
 from tests.integration.runs import Run, train, train_here_on_ray
 
 GIVEN = ("ticket_size=2", "trainer.micro_batch_size=2", "save.every=1")
-EVERYTHING = ("max_staleness=2", "trainer.ema_decay=0.9", "evaluate.every=2", "algorithm=diffusion_nft")
-"""Moments, an average for evaluations, an old policy, and a ring of three versions go on."""
+EVERYTHING = (
+    *("max_staleness=2", "trainer.ema_decay=0.9", "evaluate.every=2", "algorithm=crd"),
+    *("algorithm.reference_every=2", "algorithm.kl_coef=5"),
+)
+"""Moments, averages for evaluations, sampling and the loss, a renewed reference, and a ring of three versions go on."""
 KEY = "evaluation/reward/mean"
 
 

@@ -160,6 +160,27 @@ def trained(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[li
     return losses, [parameter.grad.tolist() for parameter in networks["current"].parameters()]  # type: ignore[union-attr]
 
 
+REWARDS = {
+    "one": [[300.0, -250.0, 40.0, 10.0], [0.0, 100.0, 100.0, 0.0], [5.0, 5.0, 5.0, 5.0]],
+    "other": [[10.0, 30.0, -80.0, 60.0], [200.0, -200.0, 0.0, 50.0], [70.0, 0.0, 0.0, 20.0]],
+}
+"""Name → raw rewards of three groups, so far apart that the small number that we add to a std does not count."""
+WEIGHTS = {"one": 1.0, "other": 0.5}
+
+
+def gdpo() -> list[float]:
+    """Returns the peer's advantages with `advantage_aggregation: gdpo`, of all groups one after the other."""
+    module: Any = importlib.import_module("flow_factory.advantage.advantage_processor")
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, process_index=0, reduce=lambda v, reduction: v
+    )
+    processor = module.AdvantageProcessor(accelerator, WEIGHTS, IMAGES, sampler_type="group_contiguous", verbose=False)
+    samples = [SimpleNamespace(unique_id=group) for group in range(3) for _ in range(IMAGES)]
+    rewards = {name: torch.tensor(values, dtype=torch.float64).flatten() for name, values in REWARDS.items()}
+    advantages: list[float] = processor.compute_gdpo(samples, rewards, store_to_samples=False).tolist()
+    return advantages
+
+
 def drawn(noises: Sequence[Tensor], times: int) -> Any:
     values = iter([noise for noise in noises for _ in range(times)])
     return lambda *_, **__: next(values)
@@ -181,7 +202,7 @@ def main(folder: str) -> None:
     sys.meta_path.append(Absent())
     sys.path.insert(0, str(Path(folder) / "src"))
     results = {case: trained(*settings) for case, settings in CASES.items()}
-    EXPECTED.write_text(json.dumps({"commit": COMMIT, "cases": results}, indent=1) + "\n")
+    EXPECTED.write_text(json.dumps({"commit": COMMIT, "cases": results, "gdpo": gdpo()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,17 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from async_flowrl.algorithms.base import detached
 from async_flowrl.training.forward_passes import means_of_levels
-from tests.support.peer_losses import CASES, EXPECTED, IMAGES, LEVELS, inputs
+from tests.support.peer_losses import CASES, EXPECTED, IMAGES, LEVELS, REWARDS, WEIGHTS, inputs
 from tests.unit.algorithms.algorithm_cases import build, frozen
 
-RECORDED: dict[str, Any] = json.loads(EXPECTED.read_text())["cases"]
+ALL: dict[str, Any] = json.loads(EXPECTED.read_text())
+RECORDED = ALL["cases"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -31,6 +33,16 @@ def test_value_and_gradient_are_those_of_the_peer(case: str) -> None:
     got = torch.autograd.grad(output.loss.sum() / IMAGES, list(networks["current"].parameters()))
     for value, expected in zip(got, map(torch.tensor, gradients), strict=True):
         assert torch.allclose(value, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_gdpo_advantages_are_those_of_the_peer() -> None:
+    algorithm = build(combine="gdpo")
+    assert not algorithm.group_local
+    rewards = {name: [np.array(group) for group in groups] for name, groups in REWARDS.items()}
+    found = np.concatenate(algorithm.advantages(rewards, weights=WEIGHTS))
+    assert found == pytest.approx(ALL["gdpo"], abs=1e-5) and found.std() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="hand_over=batch"):
+        build(combine="gdpo", hand_over="stream")
 
 
 def test_every_case_is_recorded() -> None:

@@ -163,3 +163,35 @@ def test_many_small_diffusion_steps_keep_the_marginals(sde_type: str) -> None:
 @pytest.mark.parametrize("schedule", [SD3, QWEN, (1.0, 0.0)])
 def test_published_schedules_are_valid(schedule: tuple[float, ...]) -> None:
     sde.validate_schedule(torch.tensor(schedule))
+
+
+def test_relative_weights_are_those_of_the_papers() -> None:
+    """Flash-GRPO writes its weight as 1 / (sqrt(h) / g + g sqrt(h) (1 - s) / (2 s)), TempFlow-GRPO's is g sqrt(h)."""
+    levels, steps, a = [1.0, 0.9, 0.75, 0.55, 0.3, 0.0], [1, 2, 3], 0.7
+    rectified, std = [], []
+    for s, s_next in pairwise(levels[:-1]):
+        g, h = a * math.sqrt(s / (1 - (levels[1] if s == 1 else s))), s - s_next
+        rectified.append(1 / (math.sqrt(h) / g + g * math.sqrt(h) * (1 - s) / (2 * s)))
+        std.append(g * math.sqrt(h))
+    expected = {"rectified": rectified, "relative_std": std, "relative_variance": [value**2 for value in std]}
+    for kind, values in expected.items():
+        weights = sde.relative_weights(kind, torch.tensor(levels), steps, sde_type="sde", noise_level=a)
+        assert weights.tolist() == pytest.approx([value * 3 / sum(values[1:4]) for value in values], rel=1e-5)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance_sde", "cps"])
+def test_rectified_gradients_have_the_same_length_at_every_step(sde_type: str) -> None:
+    """d log-prob / d velocity = noise · (d mean / d velocity) / std: with the weight no step is steeper."""
+    levels, level = torch.tensor([1.0, 0.9, 0.75, 0.55, 0.3, 0.0]), 0.6
+    weights = sde.relative_weights("rectified", levels, range(4), sde_type=sde_type, noise_level=level)
+    lengths = []
+    for index, (s, s_next) in enumerate(pairwise(levels[:5])):
+        x, noise = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(index))
+        velocity = torch.zeros(1, 64, requires_grad=True)
+        step = sde.transition(
+            x, velocity, s[None], s_next[None], sigma_after_first=levels[1], sde_type=sde_type, noise_level=level
+        )
+        following = (step.mean + step.std * noise / noise.square().mean().sqrt()).detach()
+        (gradient,) = torch.autograd.grad(sde.gaussian_log_prob(following, step).sum(), velocity)
+        lengths.append(float(gradient.norm() * weights[index]))
+    assert lengths == pytest.approx([lengths[0]] * 4, rel=1e-4)

@@ -18,11 +18,12 @@ GROUPS = 2
 
 
 def averaged() -> Config:
-    """Three averages, K + 1 = 3 versions, and an exponent of the sums that is not the usual one."""
+    """Three averages, a renewed reference, K + 1 = 3 versions, an exponent of the sums that is not the usual one."""
     config = rig.tiny_config(ema_decay=0.9, ema_every=1)
     config.max_staleness = 2
     config.algorithm.name, config.algorithm.sde_type, config.algorithm.old_policy_decay = "crd", "ode", "slow"
     config.algorithm.anchor, config.algorithm.average_decay = "average", "rising"
+    config.algorithm.kl_coef, config.algorithm.reference_every = 10.0, 2
     return config
 
 
@@ -43,7 +44,7 @@ def test_another_process_goes_on_from_a_kept_state_with_the_same_bits() -> None:
     digest, files = one.kept_state(2)
     checkpoint = from_files(files)
     held = held_in(checkpoint)
-    assert {"weights", "optimizer", "ema", "sampling", "average", "retained"} <= checkpoint.tensors.keys()
+    assert {"weights", "optimizer", "ema", "sampling", "average", "reference", "retained"} <= checkpoint.tensors.keys()
     assert held_versions(files) == held.keys() == {(EMA, 2), (POLICY, 1)}
     assert other.take_over(digest, files, list(held)) == one.parameters.fingerprint()
     assert other.update.exponent == one.update.exponent

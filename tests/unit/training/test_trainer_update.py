@@ -177,3 +177,12 @@ def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
     resumed = rig.trainer(config)
     resumed.restore(warm.save(warm.snapshot(), str(tmp_path / "checkpoints"), {}))
     assert rig.update(resumed, 2, handed[0]).metrics["kl"] > 0, "the reference is the warm start, not what was resumed"
+
+
+def test_the_reference_is_set_anew_every_n_steps() -> None:
+    """With n = 2 the KL of a step is 0 at steps 0, 2 and 4: the weights that begin it are the reference."""
+    config = rig.tiny_config()
+    config.algorithm.kl_coef, config.algorithm.reference_every = 1.0, 2
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    kl = [rig.update(worker, step, [sampler.group(step, 0, version=step)]).metrics["kl"] for step in range(5)]
+    assert [value == 0.0 for value in kl] == [True, False, True, False, True]
