@@ -159,6 +159,7 @@ def changes(process: Process, config: Config) -> Iterator[Change]:
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
     if not full:
+        yield from ({"model.quantize": stored} for stored in ("int8", "nf4") if config.model.quantize is None)
         yield {"lora.rank": config.lora.rank // 2}
     mode = {} if config.mode is None else {"mode": replace(config, max_staleness=0).mode_name}
     yield {"max_staleness": 0, **mode}

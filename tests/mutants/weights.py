@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from async_flowrl.algorithms.base import detached
+from async_flowrl.policies.quantized_layer import FORMATS
 from checkpoint_engine.errors import MemberBusy
 from tests.mutants.mutation import Mutant, after, nothing, nothing_awaited
 from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE
@@ -163,7 +164,42 @@ def detached_branch(guide: Any) -> Any:
     return lambda policy, positive, negative, scale: guide(policy, positive, negative.detach(), scale)
 
 
+def other_scales(loaded: Any) -> Any:
+    loadings = []
+
+    def fault(quantizer: Any, *arguments: Any) -> Any:
+        parts = loaded(quantizer, *arguments)
+        for network in parts.values():
+            loadings.append(network)
+            scales = (tensor for name, tensor in network.named_parameters() if name.endswith(".scale"))
+            next(scales).data.mul_(len(loadings))
+        return parts
+
+    return fault
+
+
+def kept_weights(save: Any) -> Any:
+    def fault(context: Any, x: Any, codes: Any, scale: Any, bias: Any, table: Any, form: str) -> Any:
+        context.save_for_backward(FORMATS[form].decode(codes, scale, table), scale, table)
+        return torch.nn.functional.linear(x, FORMATS[form].decode(codes, scale, table), bias)
+
+    return fault
+
+
+LAYERS = "tests.unit.policies.test_quantized"
 TENSOR_FAULTS = (
+    Mutant(
+        "two processes have the same codes and other scales",
+        {"async_flowrl.policies.quantizer:Quantizer.loaded": other_scales},
+        f"{LAYERS}:test_every_process_of_every_family_has_the_same_bits",
+        arguments={"family": "qwen_image"},
+    ),
+    Mutant(
+        "a quantised layer keeps its weights for the backward pass",
+        {"async_flowrl.policies.quantized_layer:_Product.forward": kept_weights},
+        f"{LAYERS}:test_a_layer_is_small_near_its_weights_and_keeps_no_others",
+        arguments={"name": "nf4", "dtype": torch.bfloat16},
+    ),
     Mutant("missing √h", {"async_flowrl.algorithms.sde:diffusion": without_root}, REFEREE, arguments=FLOW_GRPO),
     Mutant(
         "wrong old log-prob: the current policy's",

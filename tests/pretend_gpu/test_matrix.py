@@ -33,6 +33,7 @@ TRAINERS = {
     "guidance": ("one_step_off", ("rollout.true_cfg_scale=3", NCCL)),
     "text_encoder_offload": ("one_step_off", ("rollout.text_encoder=offload", NCCL)),
     "diffusion_nft": ("one_step_off", ("algorithm=diffusion_nft", NCCL)),
+    "quantized": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=none", "model.quantize=nf4", NCCL)),
     "two_updates": ("one_step_off", ("trainer.updates_per_batch=2", "hand_over=batch", NCCL)),
 }
 WHOLE_WEIGHTS = {

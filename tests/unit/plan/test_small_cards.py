@@ -11,7 +11,7 @@ from async_flowrl.cli.plan_memory import all_fit
 from async_flowrl.cli.rehearse import BOTH, rehearse
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.devices import processes
+from async_flowrl.memory.devices import changes, processes
 from async_flowrl.memory.footprints import rollout_footprint
 from async_flowrl.memory.model_sizes import at_largest, stored_sizes
 from async_flowrl.memory.rehearsed import model_sizes
@@ -30,7 +30,9 @@ def tiny(*overrides: str) -> Config:
     return compose_config("one_step_off", ["model=tiny", "model.tiny.layers=2", "model.tiny.heads=16", *overrides])
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize(
+    "name", [name if name == "nf4" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+)
 def test_codes_and_scales_are_counted_as_they_are_stored(name: str) -> None:
     config = tiny(f"model.quantize={name}", "model.dtype=bfloat16")
     model = resolve_model(config.model)
@@ -40,6 +42,16 @@ def test_codes_and_scales_are_counted_as_they_are_stored(name: str) -> None:
     assert sizes.base_parameters == plain.base_parameters
     by_header = stored_sizes(config, stored_elements(model.path, model.revision), itemsize=2)
     assert by_header.base_bytes == pytest.approx(sizes.base_bytes, rel=0.03)
+
+
+def test_a_quantised_base_is_advised_where_no_cheaper_setting_is_enough() -> None:
+    config = tiny("model.dtype=bfloat16", "placement=shared", "rollout.text_encoder=cached")
+    process = next(processes(config, lasting=True))
+    advised = [list(change.items()) for change in changes(process, config)]
+    stored = [advised.index([("model.quantize", name)]) for name in ("int8", "nf4")]
+    assert advised.index([("rollout.batch_size", 1)]) < stored[0] < stored[1] < len(advised) - 1
+    config.model.quantize = "int8"
+    assert not any("model.quantize" in change for change in changes(process, config))
 
 
 def test_text_encoders_are_counted_with_a_quarter_that_is_not_quantised() -> None:

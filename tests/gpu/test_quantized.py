@@ -1,0 +1,43 @@
+"""The layers of a quantised base on a GPU: codes and made weights are those of a CPU, and passes repeat their bits."""
+
+import pytest
+import torch
+from torch import nn
+
+from async_flowrl.config.schema import ModelConfig
+from async_flowrl.policies.kernels import repeatable_kernels
+from async_flowrl.policies.quantized_layer import FORMATS, QuantizedLinear
+from async_flowrl.policies.registry import load_policy, resolve_model
+from checkpoint_engine import base_digest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_weights_are_made_as_on_a_cpu_and_passes_repeat(name: str) -> None:
+    repeatable_kernels()
+    plain = nn.Linear(256, 128, dtype=torch.bfloat16).requires_grad_(False)
+    layer, form = QuantizedLinear(plain, name), FORMATS[name]
+    layer.weight.data, layer.scale.data = form.encode(plain.weight.float(), torch.bfloat16)
+    here = form.decode(layer.weight, layer.scale, layer.table)
+    layer.cuda()
+    assert torch.equal(form.decode(layer.weight, layer.scale, layer.table).cpu(), here)
+    inputs = torch.randn(2, 16, 256).to("cuda", torch.bfloat16)
+    passes = []
+    for _ in range(2):
+        x = inputs.clone().requires_grad_()
+        y = layer(x)
+        y.float().square().sum().backward()
+        passes += [(y.detach(), x.grad)]
+    assert all(torch.equal(*pair) for pair in zip(*passes, strict=True))
+
+
+def test_the_base_of_a_device_has_the_digest_of_the_host() -> None:
+    model = resolve_model(ModelConfig(quantize="nf4"))
+    here, there = (
+        load_policy(model, dtype=model.dtype, device=device, parts="transformer").transformer
+        for device in ("cpu", "cuda")
+    )
+    assert {parameter.device.type for parameter in there.parameters()} == {"cuda"}
+    assert {buffer.device.type for buffer in there.buffers()} <= {"cuda"}
+    assert base_digest(dict(there.named_parameters())) == base_digest(dict(here.named_parameters()))
