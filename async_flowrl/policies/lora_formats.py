@@ -73,11 +73,23 @@ def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
         raise ValueError(f"{where}: diffusers finds no layer of {kind.__name__} in it, but e.g. {first}")
     if others := sorted(set(converted) - {PREFIX + name for name in tensors}):
         raise ValueError(f"{where} adapts more than the transformer, e.g. {others[0]}; that is not supported")
+    tensors = _gates_apart(tensors)
     rank = lora_file.rank_of(tensors, str(where))
     scales = {float(alpha) for alpha in (alphas or {}).values()} or {float(rank)}
     if len(scales) > 1:
         raise ValueError(f"{where} has layers of different alpha ({sorted(scales)}), which is not supported")
     return LoraFile(tensors, rank, scales.pop())
+
+
+def _gates_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the LoRA with ComfyUI's fused `gate_up` of Qwen-Image 2.1 as diffusers' layers: the gate's rows first."""
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        block, fused, side = name.partition(".img_mlp.gate_up.")
+        parts = {f"{block}.img_mlp.{layer}.{side}": index for index, layer in enumerate(("gate_layer", "proj"))}
+        halves = tensor.chunk(2) if side == "lora_B.weight" else (tensor, tensor)
+        apart |= {part: halves[index] for part, index in parts.items()} if fused else {name: tensor}
+    return apart
 
 
 def compare(source: LoraFile, written: LoraFile, where: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl.policies import lora_file, lora_formats
@@ -100,3 +100,16 @@ def test_the_gates_of_qwen_image_21_reach_the_fused_layer_of_comfyui(tmp_path: P
     assert torch.allclose(fused[f"{mlp}.gate_up"], gate_up, atol=1e-5) and gate_up.abs().min(dim=1).values.max() > 0
     assert torch.allclose(fused[f"{mlp}.out"], deltas[f"{mlp}.out"], atol=1e-5)
     assert same(lora_formats.read_back(written, "qwen_image_21").tensors, scaled(source))
+
+
+@pytest.mark.skipif("qwen_image_21" not in NAMES, reason="diffusers is older than the family")
+def test_a_lora_of_the_fused_layer_itself_comes_apart(tmp_path: Path) -> None:
+    """As trainers of ComfyUI's network write it: one A for both halves, the gate's rows of B first."""
+    mlp = "transformer_blocks.1.img_mlp"
+    a, b = torch.randn(RANK, 16), torch.randn(32, RANK)
+    fused = {f"diffusion_model.{mlp}.gate_up.lora_{side}.weight": t for side, t in (("A", a), ("B", b))}
+    save_file(fused, tmp_path / "it.safetensors")
+    found = lora_formats.read_back(tmp_path / "it.safetensors", "qwen_image_21").tensors
+    expected = {f"{mlp}.{layer}.lora_A.weight": a for layer in ("gate_layer", "proj")}
+    expected |= {f"{mlp}.gate_layer.lora_B.weight": b[:16], f"{mlp}.proj.lora_B.weight": b[16:]}
+    assert same(found, expected)
