@@ -6,7 +6,9 @@ algorithm asks for by name in `needs`; it passes the results on as a mapping fro
 
     proximal   the weights at the start of the batch; not there at the first optimizer step of a batch: as `current`
     behaviour  the weights that made the images
-    reference  the model before training
+    reference  the model before training, or as `algorithm.reference_every` renews it
+    average    a moving average of the trained weights (`algorithm.average_decay`)
+    teacher    the LoRA of `algorithm.teachers` for the group's prompt
 
 All calls use the same shapes, grad mode and code, so equal weights give bit-equal predictions.
 """

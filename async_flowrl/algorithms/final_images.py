@@ -35,7 +35,11 @@ class FinalImages(GroupAdvantages, ABC):
         super().__init__(config)
         self.reads = self.predicts
         # Name of the prediction that v stays near → the metric of the mean (v - v_name)², and its coefficient.
-        self.penalties = {"reference": ("kl", config.kl_coef), "average": ("average_kl", config.average_coef)}
+        self.penalties = {
+            "reference": ("kl", config.kl_coef),
+            "average": ("average_kl", config.average_coef),
+            "teacher": ("teacher_kl", config.teacher_coef),
+        }
         penalised = [name for name, (_, coefficient) in self.penalties.items() if coefficient > 0.0]
         self.needs = tuple(dict.fromkeys((*self.uses, *penalised)))
         self.vanishes_at_zero = self.vanishes_at_zero and not penalised
@@ -56,10 +60,7 @@ class FinalImages(GroupAdvantages, ABC):
         return {name: tensors[name] for name in self.predicts}  # type: ignore[literal-required, return-value]
 
     def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
-        """Returns per row [B] float32: objective + kl_coef · mean (v - v_ref)² + average_coef · mean (v - v_average)².
-
-        It also returns metrics.
-        """
+        """Returns policy_coef · objective + coefficient · mean (v - v_name)² of all `penalties`, per row; metrics."""
         if "velocity" in current:
             # Converted once, so that the gradients of objective and penalty meet in float64.
             current = {**current, "velocity": current["velocity"].double()}
@@ -67,10 +68,12 @@ class FinalImages(GroupAdvantages, ABC):
         ones, nonzero = torch.ones_like(loss), (batch.advantages != 0).double()
         unused = {"ratio": ones, "clip_fraction": 0.0 * ones, "log_prob_gap": 0.0 * ones}
         metrics = {"kept": nonzero, "nonzero": nonzero, **unused, **metrics}
+        if "teacher" in frozen:
+            loss = self.config.policy_coef * loss
         for name, (metric, coefficient) in self.penalties.items():
             if coefficient > 0.0 and name in frozen:
                 kl = distance(current, frozen[name])
-                loss = loss + coefficient * (self.penalty_weight(batch) * kl if name != "average" else kl)
+                loss = loss + coefficient * (kl if name in ("average", "teacher") else self.penalty_weight(batch) * kl)
                 metrics[metric] = kl.detach()
         return LossOutput(loss.float(), metrics)
 

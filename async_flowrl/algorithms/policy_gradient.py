@@ -105,9 +105,10 @@ class PolicyGradient(GroupAdvantages, ABC):
         super().__init__(config)
         self.correction = correction
         corrected, penalised = correction in ("mask", "tis"), config.kl_coef > 0.0 and config.kl_form != "proximal"
-        asked = {"proximal": True, "behaviour": corrected, "reference": penalised}
+        taught = config.teacher_coef > 0.0
+        asked = {"proximal": True, "behaviour": corrected, "reference": penalised, "teacher": taught}
         self.needs: Collection[str] = tuple(name for name, needed in asked.items() if needed)
-        self.vanishes_at_zero = config.kl_coef == 0.0
+        self.vanishes_at_zero = config.kl_coef == 0.0 and not taught
         # True if `log_prob` is a log-density; False if it is the usual value for cps steps (see sde.log_prob).
         self.gaussian = config.sde_type != "cps" or uses_density(config, correction, self.needs_proximal_mean)
         self.reads = self._read()
@@ -167,6 +168,10 @@ class PolicyGradient(GroupAdvantages, ABC):
         if (kl := self._kl(batch, current, proximal, frozen.get("reference"))) is not None:
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
+        if (teacher := frozen.get("teacher")) is not None:
+            distance = divergence(current["mean"], teacher["mean"], current["std"])
+            loss = self.config.policy_coef * loss + self.config.teacher_coef * distance
+            metrics["teacher_kl"] = distance.detach()
         return LossOutput(loss.float(), metrics)
 
     def _relative_weights(self, batch: MicroBatch) -> Tensor:

@@ -59,6 +59,7 @@ def build_algorithm(run: Config) -> Algorithm:
     if isinstance(algorithm, PolicyGradient):
         algorithm.reach = reach_of(run)
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
+    _check_compared(algorithm, config)
     _check_steps(algorithm, config, final=final)
     _check_run(algorithm, run)
     return algorithm
@@ -176,6 +177,24 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
         raise ValueError(f"{config.name} {reason}: set algorithm.step_weight=none")
 
 
+def _check_compared(algorithm: Algorithm, config: AlgorithmConfig) -> None:
+    """Refuses settings of an average, a teacher or a reference that the loss lacks, or does not compare with."""
+    if ("average" in algorithm.needs) != (config.average_decay is not None):
+        compares = "compares with a moving average" if config.average_decay is None else "compares with no average"
+        given = config.average_decay or "null"
+        raise ValueError(f"{config.name} {compares} with these settings, got algorithm.average_decay={given}")
+    if bool(config.teachers) != ("teacher" in algorithm.needs):
+        given = f"algorithm.teachers={list(config.teachers)}, algorithm.teacher_coef={config.teacher_coef:g}"
+        raise ValueError(f"{config.name} needs both to learn from a teacher, or neither, got {given}")
+    if config.policy_coef != 1.0 and not config.teachers:
+        raise ValueError(f"algorithm.policy_coef={config.policy_coef:g} has no effect without algorithm.teachers")
+    for key in ("reference_cfg_scale", "reference_every"):
+        if (given := getattr(config, key)) is not None and "reference" not in algorithm.needs:
+            raise ValueError(
+                f"{config.name} compares with no reference with these settings, got algorithm.{key}={given}"
+            )
+
+
 def _check_run(algorithm: Algorithm, run: Config) -> None:
     optional = [name for name, term in run.reward.terms.items() if not term.required]
     if optional and run.algorithm.combine == "gdpo":
@@ -195,15 +214,6 @@ def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_stale
     if missing := [key for key in algorithm.reads if key not in algorithm.predicts]:
         keys = ", ".join(algorithm.predicts) or "nothing"
         raise ValueError(f"the loss of {config.name} reads {', '.join(missing)} of a prediction, predict gives {keys}")
-    if ("average" in algorithm.needs) != (config.average_decay is not None):
-        compares = "compares with a moving average" if config.average_decay is None else "compares with no average"
-        given = config.average_decay or "null"
-        raise ValueError(f"{config.name} {compares} with these settings, got algorithm.average_decay={given}")
-    for key in ("reference_cfg_scale", "reference_every"):
-        if (given := getattr(config, key)) is not None and "reference" not in algorithm.needs:
-            raise ValueError(
-                f"{config.name} compares with no reference with these settings, got algorithm.{key}={given}"
-            )
     final, records = trains_on_final_images(config), algorithm.records
     if final != (records == "final"):
         must = str(not final).lower()
@@ -245,6 +255,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "average_decay": ("awm", "dgpo", "crd"),
     "average_coef": ("awm",),
     "anchor": ("dgpo", "crd"),
+    **dict.fromkeys(("teachers", "teacher_coef", "policy_coef"), tuple(name for name in BUILT_IN if name != "dpo")),
     "reference_every": tuple(name for name in BUILT_IN if name != "vgrpo"),
     "reference_cfg_scale": ("diffusion_nft", "dpo", "awm", "dgpo", "crd"),
 }

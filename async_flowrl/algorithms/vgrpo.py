@@ -28,7 +28,8 @@ class VGRPO(FinalImages):
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         super().__init__(config)
-        self.needs, self.penalties = self.uses, {"proximal": ("kl", config.kl_coef)}
+        self.needs = tuple(name for name in self.needs if name != "reference")
+        self.penalties = {"proximal": self.penalties.pop("reference"), **self.penalties}
 
     def seeds(self, batch: MicroBatch) -> Sequence[int]:
         return batch.group_seeds

@@ -121,6 +121,8 @@ def _tune(config: Config) -> Iterator[str]:
             f"lora.path={config.lora.path} is for tune=lora: to start tune=full at a LoRA, write it into a model's "
             "weights (async-flowrl export … --merged) and give that folder as model.path"
         )
+    if config.algorithm.teachers:
+        yield f"algorithm.teachers={list(config.algorithm.teachers)} are LoRAs, so they need tune=lora, got tune=full"
     if trainer.is_hybrid:
         yield "tune=full needs trainer.shard=none (each rank holds all) or full; trainer.shard=hybrid is for tune=lora"
     if trainer.cpu_offload:

@@ -296,6 +296,14 @@ class AlgorithmConfig:
     """For dgpo and crd: weights whose error is the baseline of an image, the reference's or the moving average's."""
     reference_cfg_scale: float | None = setting(None, at_least=0)
     """Scale of classifier-free guidance of the reference, for algorithms on final images; null = as the images."""
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Label → LoRA file or folder that teaches the prompts with this label in their column `teacher`; a single one
+    teaches all prompts. For tune=lora; the rank is at most lora.rank, the layers are those of lora.targets."""
+    teacher_coef: float = setting(0.0, at_least=0)
+    """Coefficient of the distance to the teacher: the KL per trained step (exact, per latent element), for algorithms
+    on final images the squared distance of velocities. Above 0 it costs a forward pass of the teacher."""
+    policy_coef: float = setting(1.0, at_least=0)
+    """Factor on the loss from rewards, beside a teacher; 0 = the teacher alone."""
     negate_reward: bool = False
     """For tests: train against the reward."""
     permute_advantages: bool = False

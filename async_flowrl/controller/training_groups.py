@@ -16,6 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
 from async_flowrl.seeds import derive
+from async_flowrl.tickets.request import teacher_of
 from async_flowrl.tickets.table import Ticket
 from async_flowrl.training.messages import GroupMeta
 from async_flowrl.training.parts import cut
@@ -76,6 +77,7 @@ def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages:
         seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
         negative=ctx.requests.prompt(first).negative_wording(config.rollout.negative_prompt),
         sampling=ctx.requests.sampling(first),
+        teacher=teacher_of(config.algorithm.teachers, ctx.requests.prompt(first)),
     )
 
 

@@ -151,7 +151,7 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     # memory. `masters`, float32: the moving averages, a warm start, and a copy of the live values while a version
     # replaces them.
     versions = config.live_versions + (0 if config.in_shares else 2 * streams(config))
-    masters = moving_averages(config) + (config.lora.path is not None) + 1
+    masters = moving_averages(config) + (config.lora.path is not None) + len(config.algorithm.teachers) + 1
     if model.full:
         whole = _full_parts(config, model, activations, versions, masters)
         return Footprint(_share(whole, model, trainer.num_workers) if sharded else whole)

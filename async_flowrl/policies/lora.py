@@ -145,15 +145,32 @@ def reference_mode(transformer: nn.Module) -> Iterator[None]:
 
 def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
     """Copies the LoRA of `lora.path` into the attached one. Raises ValueError for another rank, other layers or NaN."""
-    # Layers that cannot change the output (`policy.lora_exclude`) are ignored.
     where, source = f"lora.path {config.path}", lora_file.read(expanded(str(config.path)), "lora.path")
     if source.rank != config.rank:
         raise ValueError(f"{where} has rank {source.rank}, lora.rank={config.rank}: make them equal")
+    tensors = _fitting(source, where, config, policy)
+    with torch.no_grad():
+        for name, parameter in lora_parameters(transformer).items():
+            parameter.copy_(tensors[name])
+
+
+def read_teacher(label: str, path: str, config: LoraConfig, policy: Policy) -> dict[str, Tensor]:
+    """Returns the tensors of a LoRA by layout name, as the attached one would compute them. ValueError if it is unfit.
+
+    A smaller rank is filled with zeros, which changes no output.
+    """
+    where = f"algorithm.teachers.{label} {path}"
+    source = lora_file.read(expanded(path), f"algorithm.teachers.{label}")
+    if source.rank > config.rank:
+        raise ValueError(f"{where} has rank {source.rank}, more than lora.rank={config.rank}")
+    return _fitting(source.with_rank(config.rank), where, config, policy)
+
+
+def _fitting(source: lora_file.LoraFile, where: str, config: LoraConfig, policy: Policy) -> dict[str, Tensor]:
+    # Layers that cannot change the output (`policy.lora_exclude`) are ignored.
     lora_file.check_finite(source.tensors, where)
     tensors, excluded = source.with_alpha(config.alpha).tensors, re.compile(policy.lora_exclude or "")
     tensors = {n: t for n, t in tensors.items() if not excluded.fullmatch(lora_file.module_name(n))}
-    parameters = lora_parameters(transformer)
+    parameters = lora_parameters(policy.transformer)
     check_fits(where, tensors, parameters, all_of=True, what="lora.targets of the model")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    return tensors

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+from torch.nn.functional import pad
 
 from async_flowrl.config.paths import expanded, replace_file
 
@@ -63,6 +64,12 @@ class LoraFile:
         factor = self.alpha / alpha
         tensors = {name: t * factor if name.endswith(".lora_B.weight") else t for name, t in self.tensors.items()}
         return replace(self, tensors=tensors, alpha=alpha) if factor != 1.0 else self
+
+    def with_rank(self, rank: int) -> "LoraFile":
+        """Returns the same LoRA with a larger rank: A gets rows and B columns of zeros, alpha / rank stays."""
+        more = rank - self.rank
+        tensors = {n: pad(t, (0, 0, 0, more) if ".lora_A." in n else (0, more)) for n, t in self.tensors.items()}
+        return LoraFile(tensors, rank, self.alpha * rank / self.rank) if more else self
 
 
 def module_name(tensor_name: str) -> str:

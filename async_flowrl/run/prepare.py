@@ -1,6 +1,6 @@
 """`prepare` checks a configuration completely, as far as this is possible without starting a process."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
 from async_flowrl.data.store import Prompts
-from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.base import Policy, Shapes
 from async_flowrl.policies.checked import unchecked
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import (
@@ -37,8 +37,8 @@ from async_flowrl.rewards.served import term_key
 from async_flowrl.rollout.vllm_omni.engine_settings import check_model
 from async_flowrl.run.precheck import CheckedConfig
 from async_flowrl.tickets.arithmetic import check_batching
-from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling
-from async_flowrl.types import Sampling
+from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling, teacher_of
+from async_flowrl.types import Prompt, Sampling
 
 SIZES_SHOWN = 4  # Largest number of image sizes that messages list one by one.
 
@@ -166,7 +166,8 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     # else its guidance is checked, and its schedules are left to the workers.
     samplings = [sampling(config), evaluation_sampling(config), *filter(None, [baseline])]
     family, backend = load_family(model.family), model.attention_backend
-    named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend)
+    teachers = config.algorithm.teachers
+    named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, teachers)
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
     if isinstance(family, PipelineFamily) and not whole:
         longest = model.max_sequence_length
@@ -192,8 +193,22 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     check_rollout(config, policy)
     tuning = tuning_of(config)
     tuning.check(policy)
+    check_teachers(config, policy, data.train if len(teachers) > 1 else ())
     if config.in_shares:
         check_shares(policy, tuning.parameters(policy.transformer).values(), config.trainer.num_workers)
+
+
+def check_teachers(config: Config, policy: Policy, prompts: Iterable[Prompt]) -> None:
+    """Raises ValueError for a teacher whose LoRA the attached one cannot hold, and for a prompt without a teacher."""
+    from async_flowrl.policies.lora import attach_lora, read_teacher
+
+    teachers = config.algorithm.teachers
+    if teachers and config.lora.path is None:
+        attach_lora(policy.transformer, config.lora, policy)
+    for label, path in teachers.items():
+        read_teacher(label, path, config.lora, policy)
+    for prompt in prompts:
+        teacher_of(teachers, prompt)
 
 
 def with_limits(config: Config, prompts: int) -> Config:

@@ -4,7 +4,7 @@ Its results depend on the configuration, the prompts, the ticket's numbers and, 
 earlier steps; not on timing or on the worker.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -169,6 +169,17 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
         sde_type=config.algorithm.sde_type,
         noise_level=config.algorithm.noise_level,
     )
+
+
+def teacher_of(teachers: Mapping[str, str], prompt: Prompt) -> str:
+    """Returns the label of the prompt's teacher in `algorithm.teachers`, "" without any. ValueError for another one."""
+    if len(teachers) < 2:
+        return next(iter(teachers), "")
+    label = prompt.metadata.get("teacher")
+    if label not in teachers:
+        which = f"has teacher={label!r}, algorithm.teachers are {', '.join(teachers)}"
+        raise ValueError(f"prompt {prompt.text!r} {which}: give each prompt a column `teacher` with one of these")
+    return str(label)
 
 
 def asked_of(prompt: Prompt, how: Sampling) -> list[EmbeddingKey]:

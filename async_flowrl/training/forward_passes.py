@@ -5,6 +5,7 @@
     reference   the model before training: the LoRA is off or as in `lora.path`; with tune=full the first weights; with
                 `algorithm.reference_every` the weights after the last such step
     average     the moving average of `algorithm.average_decay`
+    teacher     the LoRA of `algorithm.teachers` that the group's prompt asks for
     current     the trained weights; the only pass that a backward pass follows
 
 All run with the same shapes, grad mode and code, so equal weights give equal bits.
@@ -57,6 +58,7 @@ class UpdateInputs:
     averaged: bool
     reference: Tensor | None  # Flat weights of the KL reference; None means that the LoRA is switched off.
     average: Tensor | None  # Flat weights of the moving average that the loss compares with, if there is one.
+    teachers: Mapping[str, Tensor]  # Label → flat weights.
     # Entered while the network computes. In a process that samples, too, no ticket is made inside.
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -145,9 +147,10 @@ class ForwardPasses:
     def _compared(
         self, group: Group, batches: Sequence[MicroBatch], measured: UpdateMetrics
     ) -> dict[str, list[Prediction]]:
-        """Returns the predictions of `reference` and `average`, if they are needed."""
+        """Returns the predictions of `reference`, `average` and `teacher`, if they are needed."""
         inputs, by_name = self._inputs, dict[str, list[Prediction]]()
-        for name, flat in (("reference", inputs.reference), ("average", inputs.average)):
+        teacher = inputs.teachers.get(group.meta.teacher)
+        for name, flat in (("reference", inputs.reference), ("average", inputs.average), ("teacher", teacher)):
             if name in inputs.algorithm.needs:
                 under = reference_mode(inputs.policy.transformer) if flat is None else inputs.parameters.swapped(flat)
                 with measured.span(name), under:

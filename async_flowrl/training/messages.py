@@ -49,6 +49,7 @@ class GroupMeta:
     seeds: tuple[int, ...]  # One seed per image, for algorithms that draw random numbers in the trainer.
     negative: EncoderInput  # Its negative prompt, which `set_negatives` must have got before; unused without guidance.
     sampling: Sampling  # Sampling of its images; the trainer uses the same guidance and resolution.
+    teacher: str = ""  # Label of the teacher of its prompt, of those in `algorithm.teachers`; empty: no teacher.
     # Trained level → means over the group of what `Algorithm.group_terms` gives; empty: the group is one part.
     means: tuple[tuple[float, ...], ...] = ()
     # The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them.

@@ -19,6 +19,7 @@ from async_flowrl.config.schema import Config, TrainerConfig
 from async_flowrl.observability.flops import device_peak
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
+from async_flowrl.policies.lora import read_teacher
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
@@ -127,6 +128,7 @@ class TrainerWorker:
             averaged=self.versions.sampling is not None,
             reference=self.versions.reference(needed="reference" in self.algorithm.needs),
             average=self.versions.average,
+            teachers=self._teachers(),
             turn=self._turn,
         )
         self.update = Update(made)
@@ -139,6 +141,13 @@ class TrainerWorker:
             "trainable_tensors": len(trained),
             "device": str(self.device),
             "peak_flops": device_peak() if peak is None else peak * 1e12,
+        }
+
+    def _teachers(self) -> dict[str, torch.Tensor]:
+        config = self.config
+        return {
+            label: self.parameters.pack(read_teacher(label, path, config.lora, self.policy), where=f"teacher {label}")
+            for label, path in config.algorithm.teachers.items()
         }
 
     def _new_sender(self) -> PublishedStreams:

@@ -208,7 +208,7 @@ def _counts(worker: TrainerWorker, config: Config) -> dict[str, int]:
 
     stale = config.max_staleness > 0 or worker.versions.sampling is not None
     behaviour = groups if "behaviour" in algorithm.needs and stale else 0
-    compared = groups * len({"reference", "average"}.intersection(algorithm.needs))
+    compared = groups * len({"reference", "average", "teacher"}.intersection(algorithm.needs))
     if hasattr(algorithm, "group_terms") and parts > 1:
         compared = 2 * compared + groups
     return {

@@ -141,7 +141,9 @@ OTHER: dict[str, Any] = {
     "correction_threshold": 0.5, "tis_cap": 3.0, "timestep_range": (0, 3), "kl_coef": 0.1, "adv_clip_max": 3.0,
     "beta": 0.5, "advantage_mode": "binary", "old_policy_decay": "half", "zero_std_groups": "drop",
     "timestep_stratified": True, "adv_clip": "tanh", "error_weight": "ghuber", "average_decay": "half",
-    "average_coef": 0.1, "reference_every": 5, "anchor": "average", "reference_cfg_scale": 4.5,
+    "average_coef": 0.1, "reference_every": 5,
+    "teachers": {"a": "a.safetensors"}, "teacher_coef": 0.5, "policy_coef": 0.0,
+    "anchor": "average", "reference_cfg_scale": 4.5,
 }  # fmt: skip
 """Field → another value than its default."""
 
