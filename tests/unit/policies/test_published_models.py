@@ -69,11 +69,18 @@ def family_of(architecture: Architecture) -> PipelineFamily:
     return family
 
 
-def scheduler_of(architecture: Architecture) -> Any:
-    """As published; an Euler scheduler of the same shift for SANA, whose multistep solver is not trained with."""
+def published_scheduler(architecture: Architecture) -> Any:
     config = dict(architecture.scheduler or {})
-    shift = {"shift": config.pop("flow_shift")} if "flow_shift" in config else {}
-    return diffusers.FlowMatchEulerDiscreteScheduler(**config, **shift)
+    if "flow_shift" not in config:
+        return diffusers.FlowMatchEulerDiscreteScheduler(**config)
+    return diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, **config)
+
+
+def stock_scheduler(architecture: Architecture) -> Any:
+    """As published; an Euler scheduler of the same shift for SANA, whose multistep solver is not trained with."""
+    published = published_scheduler(architecture)
+    shift = published.config.get("flow_shift")
+    return published if shift is None else diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
 
 
 def test_every_published_model_is_here() -> None:
@@ -111,8 +118,8 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
     family = family_of(architecture)
     network = Part(getattr(diffusers, family.transformer), architecture.transformer)
     vae = Part(getattr(diffusers, architecture.vae["_class_name"]), architecture.vae)
-    policy = family.policy_of(network, scheduler_of(architecture), architecture.vae, dtype=torch.float32)
-    stock = stock_pipeline(family, network, vae, scheduler_of(architecture))
+    policy = family.policy_of(network, published_scheduler(architecture), architecture.vae, dtype=torch.float32)
+    stock = stock_pipeline(family, network, vae, stock_scheduler(architecture))
     for size in SIZES:
         (height, width), steps = height_width(size), family.usual_steps
         with pytest.raises(Reached) as reached:
