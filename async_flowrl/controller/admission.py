@@ -82,4 +82,4 @@ async def _download(model: ResolvedModel, worker: Worker, parts: str, seconds: f
             await worker.call("async_flowrl.config.hub:download", model.path, model.revision, parts)
     if model.keeps_copy and parts != "structure":
         async with deadline(seconds, f"quantisation: {model.path} on node {worker.node}, by {worker.name}"):
-            await worker.call("async_flowrl.policies.registry:keep_copy", model)
+            await worker.call("async_flowrl.policies.registry:keep_copy", model, parts)

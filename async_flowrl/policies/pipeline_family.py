@@ -14,7 +14,7 @@ from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.base import PolicyFamily, Shapes
 from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, scale_factor
 from async_flowrl.policies.quantizer import NOT_QUANTIZED, Quantizer
-from async_flowrl.policies.stored import configuration
+from async_flowrl.policies.stored import configuration, on_meta
 from async_flowrl.transfers import settle
 from async_flowrl.types import Prompt, Sampling
 
@@ -156,15 +156,8 @@ def structure(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Mo
 
     Parameters are on the meta device; buffers that the class computes have their values.
     """
-    from accelerate import init_empty_weights
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with init_empty_weights():
-            network: nn.Module = kind.from_config(dict(config))
-    finally:
-        torch.set_default_dtype(before)
+    with on_meta(dtype):
+        network: nn.Module = kind.from_config(dict(config))
     saved = network.state_dict(keep_vars=True)
     for name, buffer in network.named_buffers():
         if name in saved and buffer.is_floating_point():
@@ -207,13 +200,19 @@ def load_whole(
     **options: Any,
 ) -> Any:
     """Loads the pipeline of class `stock`, settled on `device`; a part for which `options` have None is left out."""
-    host_parts: dict[str, Any] = {}
-    if text_on_host or quantizer.text is not None:
+
+    def text() -> dict[str, Any]:
         others = options | {"transformer": None, "vae": None}
-        text = stock.from_pretrained(path, trust_remote_code=False, **others)
-        quantizer.quantize_text(text.components)
-        settle_pipeline(text, torch.device("cpu") if text_on_host else device)
-        host_parts = {name: part for name, part in text.components.items() if part is not None}
+        loaded = stock.from_pretrained(path, trust_remote_code=False, **others)
+        settle_pipeline(loaded, torch.device("cpu"))
+        return {name: part for name, part in loaded.components.items() if part is not None}
+
+    host_parts: dict[str, Any] = {}
+    if quantizer.text is not None and TEXT_ENCODERS[0] not in options:  # With None in options they are left out.
+        dtype = next(value for value in options.values() if isinstance(value, torch.dtype))
+        host_parts = quantizer.text_encoders(path, dtype, text, torch.device("cpu") if text_on_host else device)
+    elif text_on_host:
+        host_parts = text()
     pipeline = stock.from_pretrained(path, device_map=device.type, trust_remote_code=False, **options | host_parts)
     settle_pipeline(pipeline, device, except_for=host_parts)
     return pipeline

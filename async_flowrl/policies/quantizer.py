@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.paths import replace_file
 from async_flowrl.policies.quantized_layer import FORMATS, quantizable, quantize
-from async_flowrl.policies.stored import FILE, FOLDER, Weights, fill
+from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, file_states, fill, on_meta
 from async_flowrl.policies.tiny import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,33 @@ class Quantizer:
         quantize(network, self.base)
         return network
 
-    def quantize_text(self, encoders: Mapping[str, Any]) -> None:
-        """Replaces layers of text encoders in host memory."""
-        for encoder in encoders.values():
-            if isinstance(encoder, nn.Module):
-                quantize(encoder, self.text)
+    def text_encoders(
+        self, path: str, dtype: torch.dtype, load: Callable[[], Mapping[str, Any]], device: torch.device
+    ) -> dict[str, nn.Module]:
+        """Returns by name the quantised text encoders of the local folder `path`, on `device`; raises as `kept`.
+
+        `load` returns parts of the pipeline by name, the text encoders among them in host memory as in their files.
+        """
+        import transformers
+
+        def write(folder: Path) -> None:
+            for name, part in load().items():
+                if isinstance(part, nn.Module):
+                    quantize(part, self.text)
+                    _write(part.state_dict(), folder / name)
+
+        files = file_states(sorted(Path(path).glob("text_encoder*/*")))
+        folder = kept([self.text, str(dtype), transformers.__version__, files], write)
+        kinds, encoders = json.loads((Path(path) / "model_index.json").read_text(encoding="utf-8")), {}
+        for place in sorted(folder.iterdir()):
+            kind = getattr(transformers, kinds[place.name][1])
+            with on_meta(dtype):
+                encoder = kind(kind.config_class.from_pretrained(Path(path) / place.name))
+            quantize(encoder, self.text)
+            fill(encoder, StoredWeights(str(folder), dtype=dtype, folder=place.name), device)
+            encoder.tie_weights()
+            encoders[place.name] = encoder
+        return encoders
 
 
 NOT_QUANTIZED = Quantizer()
@@ -97,13 +119,18 @@ class QuantizedWeights(Weights):
         return torch.cat(codes), torch.cat(scales)
 
 
-def kept(weights: QuantizedWeights, made_of: object) -> Path:
-    """Returns the folder of the node's kept copy, with a folder `transformer`; whoever is first writes it.
+def kept_base(weights: QuantizedWeights, made_of: object) -> Path:
+    """Returns the folder of the node's quantised base, with a folder `transformer`; `made_of` and raises as `kept`."""
+    return kept([weights.key, made_of], lambda folder: _write(weights, folder / FOLDER))
 
-    `made_of` says which files it is made of. Others wait meanwhile; a copy that was not finished is made again. Raises
+
+def kept(made_of: object, write: Callable[[Path], None]) -> Path:
+    """Returns the folder of the node's kept copy; whoever is first fills it by `write`.
+
+    `made_of` says what it depends on. Others wait meanwhile; a copy that was not finished is made again. Raises
     ValueError if it cannot be written.
     """
-    text = json.dumps([_RECIPE, weights.key, made_of], sort_keys=True)
+    text = json.dumps([_RECIPE, made_of], sort_keys=True)
     target = cache_dir() / "quantized" / hashlib.sha256(text.encode()).hexdigest()[:32]
     here = f".{target.name}-{platform.node()}"
     work = target.with_name(here)
@@ -113,14 +140,14 @@ def kept(weights: QuantizedWeights, made_of: object) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
                 shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
-                logger.info("the base is quantised, once on this node; it is kept in %s", target)
+                logger.info("weights are quantised, once on this node; they are kept in %s", target)
                 with _all_cores():
-                    _write(weights, work / FOLDER)
+                    write(work)
                 _rename(work, target)
     except OSError as error:
         shutil.rmtree(work, ignore_errors=True)
         raise ValueError(
-            f"model.quantize keeps the quantised base in {target.parent}, where it cannot be written "
+            f"model.quantize keeps quantised weights in {target.parent}, where they cannot be written "
             f"({error.strerror}): make room, or set $ASYNC_FLOWRL_CACHE to another folder"
         ) from error
     return target
@@ -137,12 +164,12 @@ def _all_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _write(weights: Weights, folder: Path) -> None:
+def _write(weights: Mapping[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True)
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for left, name in zip(range(len(weights) - 1, -1, -1), sorted(weights), strict=True):
-        tensors[name] = weights[name].contiguous()
+        tensors[name] = weights[name].clone(memory_format=torch.contiguous_format)  # Some may be tied.
         if left and sum(tensor.nbytes for tensor in tensors.values()) < _FILE_BYTES:
             continue
         file = FILE.replace(".", f"-{len(places):05d}.", 1)

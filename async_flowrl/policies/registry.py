@@ -28,8 +28,8 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.quantizer import QuantizedWeights, Quantizer, kept
-from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, indexed, weights_files
+from async_flowrl.policies.quantizer import QuantizedWeights, Quantizer, kept_base
+from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, file_states, indexed, weights_files
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Prompt
 
@@ -76,8 +76,8 @@ class ResolvedModel:
 
     @property
     def keeps_copy(self) -> bool:
-        """Whether each node keeps the quantised base (`keep_copy`); one of drawn weights is made at each loading."""
-        return self.quantize is not None and not self.random
+        """Whether each node keeps what is quantised (`keep_copy`); drawn weights are quantised at each loading."""
+        return bool(self.quantize or self.quantize_text_encoder) and not self.random
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -178,15 +178,18 @@ def weights_of(model: ResolvedModel) -> Weights:
         return stored
     network = family.structure(model.path, dtype, model.revision)
     files = sorted(set(stored.sources.values())) if model.revision is None else []
-    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    folder = str(kept(QuantizedWeights(stored, network, model.quantize, dtype), [model.path, model.revision, state]))
+    made_of = [model.path, model.revision, file_states(files)]
+    folder = str(kept_base(QuantizedWeights(stored, network, model.quantize, dtype), made_of))
     return StoredWeights(folder, dtype=dtype)
 
 
-def keep_copy(model: ResolvedModel) -> None:
-    """Makes this node's quantised base unless it is there; raises as `weights_of`."""
+def keep_copy(model: ResolvedModel, parts: str) -> None:
+    """Makes what this node keeps of the parts (as in `load_policy`) unless it is there; raises as `weights_of`."""
     with ONE_AT_A_TIME:
-        weights_of(model)
+        if model.quantize is not None:
+            weights_of(model)
+        if model.quantize_text_encoder is not None and parts == "all":
+            load_policy(model, dtype=model.dtype, device="cpu", parts="text")
 
 
 def folder_of(resolved: ResolvedModel, parts: str) -> Path:

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,6 +38,25 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.sources)
+
+
+@contextmanager
+def on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Context manager: parameters of new modules are on the meta device; `dtype` is the default of all new tensors."""
+    from accelerate import init_empty_weights
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Returns path, size and time of the last change (ns) of each file."""
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def fill(network: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:

@@ -14,7 +14,7 @@ from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.policies import quantizer
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.quantized_layer import FORMATS, QuantizedLinear, quantize
-from async_flowrl.policies.registry import ResolvedModel, load_policy, resolve_model, weights_of
+from async_flowrl.policies.registry import ResolvedModel, keep_copy, load_policy, resolve_model, weights_of
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.policies.tuning import LoraTuning
@@ -122,11 +122,15 @@ def test_every_process_of_every_family_has_the_same_bits(family: str) -> None:
 
 @pytest.mark.parametrize("family", NAMES)
 def test_text_encoders_are_quantised_alike_wherever_they_are(family: str) -> None:
-    model, plain = resolved(family, quantize_text_encoder="int8"), resolved(family)
-    (one,), (other,), (exact,) = (
-        loaded(each, parts).encode(["a red ball"]) for each, parts in ((model, "all"), (model, "text"), (plain, "all"))
+    """Also as those that are loaded from their own files and then quantised."""
+    model, here = resolved(family, quantize_text_encoder="int8"), loaded(resolved(family), "all")
+    (exact,) = here.encode(["a red ball"])
+    for encoder in here.text_encoders:
+        quantize(encoder, "int8")
+    (one,), (other,), (same,) = (
+        policy.encode(["a red ball"]) for policy in (loaded(model, "all"), loaded(model, "text"), here)
     )
-    assert all((one[name] == other[name]).all() for name in one)
+    assert all((one[name] == other[name]).all() and (one[name] == same[name]).all() for name in one)
     assert any((one[name] != exact[name]).any() for name in one)
     network = loaded(model, "all").transformer
     assert not any(isinstance(layer, QuantizedLinear) for layer in network.modules())
@@ -174,8 +178,17 @@ def test_processes_at_once_write_one_copy(cache: Path, local: ModelConfig, monke
     network = loaded(resolve_model(ModelConfig(local.path)), "structure").transformer
     stored = quantizer.QuantizedWeights(StoredWeights(local.path, dtype=torch.float32), network, "nf4", torch.float32)
     with ThreadPoolExecutor(4) as pool:
-        (folder,) = set(pool.map(lambda _: quantizer.kept(stored, "test"), range(4)))
+        (folder,) = set(pool.map(lambda _: quantizer.kept_base(stored, "test"), range(4)))
     assert len(written) == 2 and folder.parent == cache / "quantized"
+
+
+def test_a_node_keeps_what_its_processes_read(cache: Path, local: ModelConfig) -> None:
+    model = resolve_model(replace(local, quantize_text_encoder="nf4"))
+    folders: list[set[str]] = []
+    for parts in ("transformer", "all", "all"):
+        keep_copy(model, parts)
+        folders.append({each.name for copy in (cache / "quantized").iterdir() for each in copy.glob("*")})
+    assert folders == [{"transformer"}, *[{"transformer", "text_encoder"}] * 2]
 
 
 def test_other_files_other_settings_and_another_dtype_are_other_copies(cache: Path, local: ModelConfig) -> None:
