@@ -178,13 +178,14 @@ class ForwardPasses:
         compared = self._compared(group, batches, measured)
         with measured.span("group_terms"):
             current = self.predict(group, batches)
-        sums = list[list[float]]()
+        sums = list[Tensor]()
         for index, batch in enumerate(batches):
             frozen = {name: of[index] for name, of in compared.items()}
             terms: Tensor = cast("Any", self._inputs.algorithm).group_terms(batch, current[index], frozen)
             by_level = terms.reshape(len(set(batch.steps.tolist())), -1, terms.shape[-1])
-            sums += by_level.sum(dim=1).tolist()
-        return sums
+            sums.append(by_level.sum(dim=1))
+        levels: list[list[float]] = torch.cat(sums).tolist()
+        return levels
 
     def clean(self, group: Group, batch: MicroBatch) -> Tensor:
         """Returns the clean latents x - sigma · v [B, ...] that the trained weights predict."""

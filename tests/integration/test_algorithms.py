@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.paths import config_dir
-from tests.integration.runs import WHOLE, Run, train
+from tests.integration.runs import LOCAL, WHOLE, Run, train
 
 ALGORITHMS = sorted(path.stem for path in (config_dir() / "algorithm").glob("*.yaml"))
 OWN = "+reward.terms={brightness: {name: 'tests.integration.brightness:brightness'}}"
@@ -90,3 +90,12 @@ def test_stale_samples_are_corrected_under_the_weights_that_made_them(correction
     assert run.column("staleness/max") == [0, 1, 2, 2]
     assert max(run.column("behaviour_gap")) < 1e-6
     assert run.column("log_prob_gap")[-1] > 1e-6
+
+
+def test_a_loss_of_whole_groups_gets_them_whole_from_the_controller(tmp_path: Path) -> None:
+    """DGPO's weight of a group is the same whether its images are one part or four; each part's own would differ."""
+    settings = ("algorithm=dgpo", *LOCAL, "total_steps=3", "trainer.learning_rate=0.02", "trainer.eps=1e-15")
+    cut, whole = (train(tmp_path / size, "sync", *settings, f"trainer.micro_batch_size={size}") for size in "14")
+    weights = whole.column("preference_weight")
+    assert cut.column("preference_weight") == pytest.approx(weights, rel=1e-3)
+    assert weights[0] == 0.5 and abs(weights[2] - 0.5) > 0.05

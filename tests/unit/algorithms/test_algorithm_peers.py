@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from async_flowrl.algorithms.base import detached
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.schema import AlgorithmConfig, Config, RewardTerm
 from async_flowrl.training.forward_passes import means_of_levels
 from tests.support.peer_losses import CASES, EXPECTED, IMAGES, LEVELS, REWARDS, WEIGHTS, inputs
 from tests.unit.algorithms.algorithm_cases import build, frozen
@@ -47,3 +49,10 @@ def test_gdpo_advantages_are_those_of_the_peer() -> None:
 
 def test_every_case_is_recorded() -> None:
     assert RECORDED.keys() == CASES.keys()
+
+
+def test_gdpo_needs_every_reward_of_a_group() -> None:
+    config = Config(algorithm=AlgorithmConfig(combine="gdpo"), hand_over="batch")
+    config.reward.terms = {"color": RewardTerm(), "judge": RewardTerm(required=False)}
+    with pytest.raises(ValueError, match=r"reward\.terms\.judge\.required=true"):
+        build_algorithm(config)
