@@ -54,7 +54,8 @@ def plain_folder(run: Run) -> str:
 @pytest.mark.parametrize("stored", ["int8", "fp8", "int4"])
 def test_every_family_and_format(family: str, stored: str, tmp_path: Path) -> None:
     guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
-    settings = [f"model.tiny.family={family}", f"model.quantize={stored}", "total_steps=2", *guidance]
+    model = (f"model.tiny.family={family}", "model.tiny.layers=2", f"model.quantize={stored}")
+    settings = [*model, "total_steps=2", *guidance]
     separate = train(tmp_path / "separate", "one_step_off", *settings)
     shared = train(tmp_path / "shared", "one_step_off", *settings, "placement=shared")
     assert separate.digests == shared.digests and len(set(separate.digests)) == 3
