@@ -83,7 +83,7 @@ class FourBits:
         if self._signed:
             scale = torch.where(grouped.amin(dim=2) == -scale, scale, -scale)
         scale = _nonzero(scale).to(dtype)
-        values = torch.tensor(self._values).to(dtype).float()
+        values = torch.tensor(self._values, device=weight.device).to(dtype).float()
         halfway = (values[1:] + values[:-1]) / 2
         codes = torch.bucketize(grouped / scale.float()[..., None], halfway, out_int32=True).view(rows, -1, 2)
         return (codes[..., 0] * 16 + codes[..., 1]).to(torch.uint8).view(torch.int8), scale

@@ -108,7 +108,7 @@ class QuantizedWeights(Weights):
         if (layer := self.sources[name]) is None:
             return self._source[name]
         if name not in self._last:
-            codes, scales = self._encoded(self._source[f"{layer}.weight"].cpu())
+            codes, scales = self._encoded(self._source[f"{layer}.weight"])
             self._last = {f"{layer}.weight": codes, f"{layer}.scale": scales}
         return self._last[name]
 

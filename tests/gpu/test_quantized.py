@@ -7,7 +7,7 @@ from torch import nn
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.quantized_layer import FORMATS, QuantizedLinear
-from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
 from checkpoint_engine import base_digest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -30,6 +30,16 @@ def test_weights_are_made_as_on_a_cpu_and_passes_repeat(name: str) -> None:
         y.float().square().sum().backward()
         passes += [(y.detach(), x.grad)]
     assert all(torch.equal(*pair) for pair in zip(*passes, strict=True))
+
+
+def test_random_weights_are_quantised_where_they_are_drawn() -> None:
+    model = resolve_model(ModelConfig(weights="random", quantize="int4"))
+    assert {tensor.device.type for tensor in weights_of(model).values() if tensor.dtype == torch.int8} == {"cuda"}
+    one, other = (
+        load_policy(model, dtype=model.dtype, device="cuda", parts=parts).transformer
+        for parts in ("all", "transformer")
+    )
+    assert base_digest(dict(one.named_parameters())) == base_digest(dict(other.named_parameters()))
 
 
 def test_the_base_of_a_device_has_the_digest_of_the_host() -> None:
