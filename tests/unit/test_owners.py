@@ -53,7 +53,7 @@ def test_a_rank_is_sent_the_tickets_of_its_parts_alone() -> None:
 
 def meta(group: int, owners: tuple[int, ...]) -> GroupMeta:
     images = tuple(range(2 * len(owners)))
-    return GroupMeta(group, 1, 0, 0, tuple(1.0 for _ in images), cut(images, 2), images, " ", SAMPLING, owners)
+    return GroupMeta(group, 1, 0, 0, tuple(1.0 for _ in images), cut(images, 2), images, " ", SAMPLING, owners=owners)
 
 
 @pytest.mark.parametrize("per_replica", [1, 2, 4])
