@@ -50,8 +50,8 @@ class Prompt:
     """All other columns of the row, passed on to rewards."""
     token_ids: TokenIds | None = None
     negative_token_ids: TokenIds | None = None
-    resolution: int | tuple[int, int] | None = None
-    """Size of this prompt's images in pixels; None means a size from the configuration."""
+    resolution: int | tuple[int, int] | tuple[int, int, int] | None = None
+    """Size of this prompt's images in pixels (`Resolution`); None means a size from the configuration."""
 
     @property
     def wording(self) -> EncoderInput:
@@ -68,7 +68,7 @@ class Prompt:
 class Sampling:
     """Settings of the sampler, the same for all images of a ticket."""
 
-    resolution: int | tuple[int, int]
+    resolution: int | tuple[int, int] | tuple[int, int, int]
     """The size that is used: the prompt's own, otherwise one from the configuration."""
     num_inference_steps: int
     """T, the number of denoising steps."""

@@ -162,8 +162,7 @@ def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int,
         how = replace(how, negative_prompt=prompt.negative)
     latents = noise(job.config, policy, size, place, seed).to(pipeline.device, pipeline.transformer.dtype)
     text, options = _conditioning(policy, prompt)
-    options |= {"num_images_per_prompt": len(latents), "latents": latents}
-    return run_pipeline(pipeline, job.config.model, how, text, **options)
+    return run_pipeline(pipeline, job.config.model, how, text, len(latents), latents=latents, **options)
 
 
 def noise(config: Config, policy: Policy, size: Resolution, place: int, seed: int) -> Tensor:

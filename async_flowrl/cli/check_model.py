@@ -31,6 +31,7 @@ from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_stamp
 from async_flowrl.policies.lora import add_lora, lora_parameters
+from async_flowrl.policies.pipeline import with_euler_steps
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
@@ -104,6 +105,7 @@ class Job:
     sampling: Sampling
     prompt: str
     device: torch.device
+    replaced: str | None = None  # The model's own scheduler, if it is a solver in whose place there are Euler steps.
 
     @property
     def pipeline_name(self) -> str:
@@ -115,7 +117,7 @@ class Job:
         scale = how.guidance_scale or how.true_cfg_scale
         return (
             f"{how.num_inference_steps} steps at {in_pixels(how.resolution)}, guidance {scale:g}, {self.model.dtype} "
-            f"on {self.device.type}"
+            f"on {self.device.type}{f', Euler steps in place of {self.replaced}' if self.replaced else ''}"
         )
 
     def start(self) -> Tensor:
@@ -198,6 +200,8 @@ def job_of(config: ModelConfig, sampling: Sampling, prompt: str, device: str) ->
     if not hasattr(family, "around"):
         raise ValueError(f"{model.family} has no around(pipeline, dtype, max_sequence_length), which tools compare")
     pipeline = open_pipeline(config, sampling, device)
+    stock, pipeline.scheduler = pipeline.scheduler, with_euler_steps(pipeline.scheduler)
+    replaced = type(stock).__name__ if pipeline.scheduler is not stock else None
     try:
         policy = family.around(pipeline, DTYPES[model.dtype], max_sequence_length=model.max_sequence_length)
         policy.check(sampling)
@@ -206,7 +210,7 @@ def job_of(config: ModelConfig, sampling: Sampling, prompt: str, device: str) ->
         raise
     except Exception as error:  # a family may raise anything for a pipeline of another kind
         raise ValueError(f"{model.family} cannot be put around a {name}: {where_raised(error)}") from error
-    return Job(model, policy, pipeline, config, sampling, prompt, torch.device(device))
+    return Job(model, policy, pipeline, config, sampling, prompt, torch.device(device), replaced)
 
 
 def compare(job: Job) -> list[Row]:
@@ -397,8 +401,7 @@ def record(job: Job) -> Stock:
     scheduler.step = watching
     try:
         with watched(pipeline.transformer) as network:
-            how = {"latents": job.start(), "num_images_per_prompt": IMAGES}
-            stock.images = run_pipeline(pipeline, job.config, job.sampling, job.prompt, **how)
+            stock.images = run_pipeline(pipeline, job.config, job.sampling, job.prompt, IMAGES, latents=job.start())
     finally:
         del scheduler.step
     if not stock.sigmas.numel():

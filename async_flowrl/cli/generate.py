@@ -20,7 +20,7 @@ from async_flowrl.cli.options import count, seed
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.models import is_toy
-from async_flowrl.config.resolution import configured, height_width, resolution_option
+from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.terminal import refuse
@@ -33,6 +33,9 @@ from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, Sampling
 
 logger = logging.getLogger(__name__)
+
+# Endings of files that hold a moving picture, and its speed, which is that of Wan.
+ANIMATED, FRAMES_PER_SECOND = (".gif", ".webp"), 16
 
 
 def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
@@ -107,19 +110,34 @@ def open_pipeline(model: ModelConfig, how: Sampling, device: str) -> Any:
 
 
 def sample(pipeline: Any, model: ModelConfig, how: Sampling, prompt: str, seeds: Sequence[int]) -> ByteArray:
-    """Images uint8 [n, H, W, 3] of one prompt, one per seed; the initial noise is drawn on the CPU."""
+    """Images uint8 [n, H, W, 3] (or videos) of one prompt, one per seed; the initial noise is drawn on the CPU."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    return run_pipeline(pipeline, model, how, prompt, num_images_per_prompt=len(seeds), generator=generators)
+    return run_pipeline(pipeline, model, how, prompt, len(seeds), generator=generators)
 
 
-def run_pipeline(pipeline: Any, model: ModelConfig, how: Sampling, prompt: str | None, **options: Any) -> ByteArray:
-    """Returns images uint8 [n, H, W, 3] of the stock pipeline. Raises ValueError for values that are not finite."""
+def run_pipeline(
+    pipeline: Any, model: ModelConfig, how: Sampling, prompt: str | None, count: int, **options: Any
+) -> ByteArray:
+    """Returns `count` images of the stock pipeline. Raises ValueError for values that are not finite.
+
+    They are images uint8 [n, H, W, 3] or, with a size that has frames, videos [n, frames, H, W, 3].
+    """
+    many = "num_videos_per_prompt" if makes_videos(pipeline) else "num_images_per_prompt"
+    arguments = arguments_of(pipeline, model, how) | {many: count, "output_type": "pil", "return_dict": False}
     try:
         with np.errstate(invalid="raise"):
-            images = pipeline(prompt, **(arguments_of(pipeline, model, how) | options)).images
+            made = pipeline(prompt, **(arguments | options))[0]
     except FloatingPointError as error:
         raise ValueError(f"the images of {prompt!r:.80} have values that are not finite: {error}") from error
-    return over_white(torch.from_numpy(np.stack([np.asarray(image) for image in images]))).numpy()
+    if makes_videos(pipeline):
+        videos = np.stack([np.stack(list(map(np.asarray, frames))) for frames in made])
+        return videos[:, 0] if frames_of(how.resolution) is None else videos
+    return over_white(torch.from_numpy(np.stack(list(map(np.asarray, made))))).numpy()
+
+
+def makes_videos(pipeline: Any) -> bool:
+    """Whether a stock pipeline, or its class, makes videos."""
+    return "num_frames" in inspect.signature(pipeline.__call__).parameters
 
 
 def arguments_of(
@@ -129,6 +147,8 @@ def arguments_of(
     height, width = height_width(how.resolution)
     arguments = {"height": height, "width": width, "num_inference_steps": how.num_inference_steps}
     arguments |= (family or family_of(pipeline, model.family)).guidance_arguments(how)
+    if makes_videos(pipeline):
+        arguments["num_frames"] = frames_of(how.resolution) or 1
     if model.max_sequence_length is not None:
         arguments["max_sequence_length"] = model.max_sequence_length
     if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
@@ -137,14 +157,26 @@ def arguments_of(
 
 
 def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
-    keywords = "".join(f", {name}={value!r}" for name, value in arguments.items())
-    return f'pipe(PROMPT{keywords}, generator=torch.Generator("cpu").manual_seed({seed})).images[0]'
+    keywords, made = "".join(f", {name}={value!r}" for name, value in arguments.items()), "images"
+    if "num_frames" in arguments:
+        made = "frames"
+    return f'pipe(PROMPT{keywords}, generator=torch.Generator("cpu").manual_seed({seed})).{made}[0]'
 
 
 def generate(
-    model: ModelConfig, how: Sampling, trained: Path | None, prompts: Sequence[str], *, seed: int, images: int
-) -> Image.Image:
-    """Samples all prompts with and without the LoRA. ValueError for a size that the model cannot make."""
+    model: ModelConfig,
+    how: Sampling,
+    trained: Path | None,
+    prompts: Sequence[str],
+    *,
+    seed: int,
+    images: int,
+    animated: bool = False,
+) -> list[Image.Image]:
+    """Samples all prompts with and without the LoRA. ValueError for a size that the model cannot make.
+
+    Returns one picture with all images; `animated`: one per frame of the videos.
+    """
     shapes_of(resolve_model(model), how.resolution)
     pipeline = open_pipeline(model, how, "cuda" if torch.cuda.is_available() else "cpu")
     seeds = range(seed, seed + images)
@@ -153,7 +185,11 @@ def generate(
         trained_file.apply(pipeline, trained)
         columns.append(("after", [sample(pipeline, model, how, prompt, seeds) for prompt in prompts]))
     logger.info("the same images in diffusers: %s", in_diffusers(arguments_of(pipeline, model, how), seed))
-    return grid(prompts, columns, max_side=sys.maxsize)
+    frames = frames_of(how.resolution) if animated else None
+    if frames is None:
+        return [grid(prompts, columns, max_side=sys.maxsize)]
+    each = [[(title, [videos[:, place] for videos in rows]) for title, rows in columns] for place in range(frames)]
+    return [grid(prompts, of_frame, max_side=sys.maxsize) for of_frame in each]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -166,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--images", type=count, default=4, help="images per prompt (default 4)")
-    parser.add_argument("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels")
+    parser.add_argument("--resolution", metavar="SIZE", help="512, HEIGHTxWIDTH in pixels, or FRAMESxHEIGHTxWIDTH")
     parser.add_argument("--num-inference-steps", type=count)
     parser.add_argument("--true-cfg-scale", type=float, help="scale of classifier-free guidance; 0 or 1 for none")
     parser.add_argument("--guidance-scale", type=float, help="for models that take it as an input, such as FLUX.1-dev")
@@ -187,11 +223,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             changes["resolution"] = resolution_option(options.resolution)
         model = replace(config.model, dtype=options.dtype or config.model.dtype)
         how = replace(sampling_of(config), **changes)
-        sheet = generate(model, how, trained, options.prompt, seed=options.seed, images=options.images)
+        out, size = options.out.expanduser(), {"seed": options.seed, "images": options.images}
+        sheets = generate(model, how, trained, options.prompt, animated=out.suffix in ANIMATED, **size)
     except ValueError as error:
         return refuse(error)
-    out = options.out.expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(out)
+    moving: dict[str, Any] = {
+        "save_all": True,
+        "append_images": sheets[1:],
+        "duration": 1000 // FRAMES_PER_SECOND,
+        "loop": 0,
+    }
+    sheets[0].save(out, **(moving if len(sheets) > 1 else {}))
     logger.info("wrote %s", out)
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 from async_flowrl.cli.cards import gib_of
 from async_flowrl.config.check import check, toy_values
 from async_flowrl.config.compose import DEFAULT, compose_config
-from async_flowrl.config.resolution import in_pixels, parse_resolution
+from async_flowrl.config.resolution import in_pixels, sized
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.devices import describe_gpus, gpus_taken, judged, processes
 from async_flowrl.memory.footprints import GIB, MemoryPlan, plan_memory
@@ -21,7 +21,7 @@ from separation.text_table import format_table
 
 
 def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
-    model, size = plan.model, in_pixels(parse_resolution(config.rollout.resolution))
+    model, size = plan.model, in_pixels(sized(config.rollout, config.rollout.resolution))
     title = (
         f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks, "
         f"{model.adapter_parameters / 1e6:.1f} M trained, images of {size}"

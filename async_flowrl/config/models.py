@@ -22,6 +22,7 @@ PIPELINES = {
     "FluxPipeline": "flux",
     "ZImagePipeline": "z_image",
     "SanaPipeline": "sana",
+    "WanPipeline": "wan",
 }
 
 TINY = "tiny"

@@ -139,12 +139,15 @@ class RolloutConfig:
     """Environment variables of the pool's processes, e.g. {NCCL_SOCKET_IFNAME: eth0}; on the command line
     `+rollout.environment={…}`."""
     resolution: Any = None
-    """Pixels of an image: an integer for both sides of a square, or [height, width]. Sides must be multiples of a
-    number that depends on the model; a prompt may have a size of its own (docs/do/sizes.md). null = the model
-    family's."""
+    """Pixels of an image: an integer for both sides of a square, or [height, width], or of a video [frames, height,
+    width]. Sides must be multiples of a number that depends on the model; a prompt may have a size of its own
+    (docs/do/sizes.md). null = the model family's."""
     resolutions: list[Any] = field(default_factory=list)
     """Several sizes, each as in resolution, e.g. [512,[448,576],[576,448]]: every group of images draws one from the
     seed, and an evaluation prompt always has the same one. [] = all images have rollout.resolution."""
+    frames: int | None = setting(None, at_least=1)
+    """Frames of a video, for models that make videos, in place of those in resolution; the model allows certain numbers
+    (Wan: 1, 5, 9, …). A prompt may have a number of its own (docs/do/sizes.md). null = as in resolution."""
     num_inference_steps: DefaultInt = setting(None, at_least=2)
     """Denoising steps of an image that is trained on. null = the model family's."""
     true_cfg_scale: DefaultFloat = setting(None, at_least=0)
@@ -388,6 +391,10 @@ class RewardConfig:
     concurrency: int = setting(8, at_least=1, changes=NOTHING)
     """Images of a group that a worker scores at the same time with a term that takes one image per call (pointwise). If
     the term fails for an image, only this image is tried again, in the same worker and within deadlines.score."""
+    frames: int | None = setting(None, at_least=1)
+    """Frames of a video that rewards of images score, evenly spaced from the first to the last; null = all of them."""
+    frame_score: str = setting("mean", choices=("mean", "min", "first"))
+    """A video's score, and each number beside it, from those of its frames: their mean, the least, or the first."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.error_text import unknown_name
-from async_flowrl.config.resolution import Resolution, parse_resolution
+from async_flowrl.config.resolution import Resolution, parse_resolution, with_frames
 from async_flowrl.types import Prompt, TokenIds
 
 # The first pair of double quotes, straight or curly, encloses the text that the image should show.
@@ -22,7 +22,7 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_CHARACTERS = 32_768
 # The sum of a million such weights is still finite.
 MAX_WEIGHT = 1e100
-SIZES = ("resolution", "height", "width")
+SIZES = ("resolution", "height", "width", "frames")
 # Columns with a meaning of their own; all others are metadata for the reward.
 COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids", *SIZES)
 
@@ -159,13 +159,19 @@ def _resolution(columns: Mapping[str, Any], where: str) -> Resolution | None:
     values = {name: columns[name] for name in SIZES if columns.get(name) is not None}
     if not values:
         return None
+    frames = values.pop("frames", None)
     names = " and ".join(values)
     if names not in ("resolution", "height and width"):
-        raise PromptError(f"{where}: the size of images is in resolution, or in height and width, got {names}")
+        given = ", ".join(name for name in SIZES if columns.get(name) is not None)
+        forms = "in resolution, or in height and width, of a video in frames, too"
+        raise PromptError(f"{where}: the size of images is {forms}, got {given}")
+    if frames is not None and (type(frames) is not int or frames < 1):
+        raise PromptError(f"{where}: frames must be a whole number, at least 1, got {frames!r:.80}")
     try:
-        return parse_resolution(values["resolution"] if "resolution" in values else list(values.values()))
+        size = parse_resolution(values["resolution"] if "resolution" in values else list(values.values()))
     except ValueError as error:
         raise PromptError(f"{where}: {names} must be {error}") from error
+    return with_frames(size, frames)
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> str | None:

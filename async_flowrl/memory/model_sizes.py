@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from async_flowrl.config.paths import find_data
-from async_flowrl.config.resolution import Resolution, at_size, configured, largest
+from async_flowrl.config.resolution import Resolution, at_size, configured, largest, with_frames
 from async_flowrl.config.schema import Config, DataConfig
 from async_flowrl.data.load import load_data
 from async_flowrl.policies.pipeline import USUAL_TOKENS, estimated_tokens
@@ -87,7 +87,8 @@ def at_largest(config: Config) -> Config:
     # The size is the largest of the settings and of the prompts that bring their own. If a prompt file is not on this
     # machine, only the settings count.
     sizes, _ = _sizes_and_longest(config.data)
-    return at_size(config, largest([*configured(config.rollout), *sizes]))
+    of_prompts = (with_frames(size, config.rollout.frames) for size in sizes)
+    return at_size(config, largest([*configured(config.rollout), *of_prompts]))
 
 
 def longest_prompt(config: Config) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from async_flowrl.config.paths import replace_file
+from async_flowrl.observability.contact_sheet import contact_sheets
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 # Characters of a prompt, and images of one, that a grid shows at most.
@@ -38,7 +39,7 @@ def write_images(
     entries = []
     for (place, group), detail in zip(images.items(), details, strict=True):
         files = []
-        for number, image in enumerate(group[:most]):
+        for number, image in enumerate(contact_sheets(group[:most])):
             small = max(image.shape[:2]) <= MAX_LOSSLESS_SIDE
             files.append(f"{place:03d}_{number}.{'png' if small else 'webp'}")
             picture = Image.fromarray(image)
@@ -76,10 +77,12 @@ def grid(
 ) -> Image.Image:
     """Draws one picture with one row per prompt: its text, and below it its images.
 
-    `columns` holds (title, images uint8 [n, H, W, 3] per prompt). `captions[column][prompt][image]` are the lines of
-    text below an image. All images are drawn with the same longer side in pixels: the longest one of the images,
-    enlarged by a whole factor to MIN_SIDE or more without smoothing, and reduced to `max_side` if that is smaller.
+    `columns` holds (title, images uint8 [n, H, W, 3] per prompt); of videos, contact sheets are drawn.
+    `captions[column][prompt][image]` are the lines of text below an image. All images are drawn with the same longer
+    side in pixels: the longest one of the images, enlarged by a whole factor to MIN_SIDE or more without smoothing, and
+    reduced to `max_side` if that is smaller.
     """
+    columns = [(title, [contact_sheets(images) for images in rows]) for title, rows in columns]
     n = max(len(images) for _, rows in columns for images in rows)
     side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
     cell = min(side * max(1, -(-MIN_SIDE // side)), max_side)

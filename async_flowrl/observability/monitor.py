@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.config.schema import MonitorConfig
+from async_flowrl.observability.contact_sheet import contact_sheets
 from async_flowrl.types import ByteArray, Scores
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class Wandb(View):
         names, rows, pictures = sorted({name for group in scores for name in group.by_term}), [], []
         per_prompt = max(1, MAX_SAMPLES // len(scores))
         for prompt, of_prompt, group in list(zip(prompts, images, scores, strict=True))[:MAX_SAMPLES]:
-            for image, reward, place in zip(of_prompt[:per_prompt], group.total, itertools.count()):
+            for image, reward, place in zip(contact_sheets(of_prompt[:per_prompt]), group.total, itertools.count()):
                 terms = [group.by_term[name][place] if name in group.by_term else None for name in names]
                 pictures.append(self._wandb.Image(image, caption=f"{prompt} | reward {reward:.4g}"))
                 rows.append([version, prompt, self._wandb.Image(image), reward, *terms])

@@ -13,6 +13,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from async_flowrl.observability.contact_sheet import contact_sheets
 from async_flowrl.types import ByteArray
 
 Numbers = npt.NDArray[np.float64]
@@ -104,7 +105,7 @@ def diversity(images: ByteArray) -> float | None:
     """
     if len(images) < 2:
         return None
-    small = [_reduced(image) for image in images]
+    small = [_reduced(image) for image in contact_sheets(images)]
     return float(np.mean([math.sqrt(float(np.mean((a - b) ** 2))) for a, b in combinations(small, 2)]))
 
 

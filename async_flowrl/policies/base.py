@@ -93,7 +93,10 @@ class Policy(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Returns images uint8 [n, H, W, 3] of final latents, on their device; RuntimeError without a loaded VAE."""
+        """Returns images uint8 [n, H, W, 3] of final latents, on their device; RuntimeError without a loaded VAE.
+
+        With a size that has frames they are videos, [n, frames, H, W, 3].
+        """
 
 
 class PolicyFamily(ABC):

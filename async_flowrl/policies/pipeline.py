@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.check import guidance_refusal
-from async_flowrl.config.resolution import Resolution, height_width, in_pixels, in_words, of_sides
+from async_flowrl.config.resolution import Resolution, frames_of, height_width, in_pixels, in_words, of_sides
 from async_flowrl.policies.base import Policy, Shapes
 from async_flowrl.types import Conditioning, EncoderInput, Sampling, TokenIds
 
@@ -79,6 +79,15 @@ def over_white(images: Tensor) -> Tensor:
     return ((weighted + (weighted >> 8)) >> 8).to(torch.uint8)
 
 
+def with_euler_steps(scheduler: Any) -> Any:
+    """Returns the scheduler, or for a multistep solver, which has a `flow_shift`, an Euler scheduler of its shift."""
+    if (shift := scheduler.config.get("flow_shift")) is None:
+        return scheduler
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=shift)
+
+
 class PipelinePolicy(Policy):
     """A policy that wraps a diffusers pipeline; without a pipeline (in the trainer) it cannot encode or decode."""
 
@@ -95,6 +104,8 @@ class PipelinePolicy(Policy):
     # Key of the VAE's configuration that lists its stages; KeyError for a VAE without it, which is another model's.
     vae_stages: ClassVar[str] = "block_out_channels"
     has_system_prompt: ClassVar[bool] = False
+    # True: the model makes videos, of `rollout.frames` frames.
+    makes_videos: ClassVar[bool] = False
     # Largest `max_sequence_length` of the diffusers pipeline; None if it takes any.
     most_tokens: ClassVar[int | None] = None
     # Tokens of a prompt of `conditioning_shapes` where prompts are not padded to one length; a plan sets it.
@@ -116,6 +127,7 @@ class PipelinePolicy(Policy):
 
         `max_sequence_length` is the longest prompt in tokens; None means the pipeline's default.
         """
+        scheduler = None if scheduler is None else with_euler_steps(scheduler)
         if scheduler is not None and scheduler.config.get("stochastic_sampling"):
             raise ValueError(
                 "scheduler_config.json of the model has stochastic_sampling=true, with which diffusers draws noise of "
@@ -210,6 +222,10 @@ class PipelinePolicy(Policy):
 
     def _grid(self, resolution: Resolution) -> tuple[int, int]:
         """Returns rows and columns of image tokens. Raises ValueError, with the nearest or the largest size."""
+        if (frames := frames_of(resolution)) is not None and not self.makes_videos:
+            raise ValueError(
+                f"frames must be left out (rollout.frames, prompts): {self.title} makes images, got {frames}"
+            )
         (height, width), step = height_width(resolution), math.lcm(self._side, self.size_step)
         if height % step or width % step:
             kind = "a multiple" if isinstance(resolution, int) else "multiples"
@@ -310,8 +326,13 @@ class PipelinePolicy(Policy):
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns images rounded as by diffusers' image processor."""
         pipeline = self.whole("decode images")
-        images = pipeline.image_processor.postprocess(self._decoded(pipeline, latents, resolution), output_type="pt")
-        return over_white((images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
+        decoded = self._decoded(pipeline, latents, resolution)
+        # Videos are [n, 3, frames, H, W]; their frames are processed as images.
+        frames = decoded.movedim(2, 1).flatten(0, 1) if decoded.ndim == 5 else decoded
+        processor = getattr(pipeline, "video_processor", None) or pipeline.image_processor
+        images = processor.postprocess(frames, output_type="pt")
+        pixels = over_white((images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
+        return pixels.reshape(len(decoded), -1, *pixels.shape[1:]) if decoded.ndim == 5 else pixels
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
         """Makes the VAE decode one image, or large images in overlapping tiles, at a time, to save memory.

@@ -95,6 +95,12 @@ class PipelineFamily(PolicyFamily):
         """Returns the pipeline's parts that diffusers should not load itself; of no path, parts that need no files."""
         return {}
 
+    def float32_parts(self) -> frozenset[str]:
+        """Returns parts of names of the network's weights that are float32 in any `model.dtype`, as in diffusers."""
+        import diffusers
+
+        return kept_in_float32(getattr(diffusers, self.transformer))
+
     def policy_of(self, transformer: Any, scheduler: Any, vae: Mapping[str, Any], **options: Any) -> PipelinePolicy:
         """Returns the policy of a network; `vae` is the configuration of its VAE, `options` are PipelinePolicy's."""
         side = self.policy.pixels_per_token(vae, transformer.config)
@@ -162,7 +168,15 @@ def structure(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Mo
     for name, buffer in network.named_buffers():
         if name in saved and buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
+    for name, parameter in network.named_parameters():
+        if not kept_in_float32(kind).isdisjoint(name.split(".")):
+            parameter.data = parameter.data.float()
     return network.eval().requires_grad_(False)
+
+
+def kept_in_float32(kind: Any) -> frozenset[str]:
+    """Returns parts of names of weights that diffusers keeps in float32 in a network of class `kind` of any dtype."""
+    return frozenset(kind._keep_in_fp32_modules or ())
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:

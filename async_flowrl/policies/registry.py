@@ -43,6 +43,7 @@ FAMILIES = {
     "flux": "async_flowrl.policies.flux:FluxFamily",
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
     "sana": "async_flowrl.policies.sana:SanaFamily",
+    "wan": "async_flowrl.policies.wan:WanFamily",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Values of `parts` in `load_policy`.
@@ -173,7 +174,7 @@ def weights_of(model: ResolvedModel) -> Weights:
         if model.quantize is None:
             return drawn
         return QuantizedWeights(drawn, family.structure(folder, dtype), model.quantize, dtype)
-    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision)
+    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision, in_float32=family.float32_parts())
     if model.quantize is None:
         return stored
     network = family.structure(model.path, dtype, model.revision)

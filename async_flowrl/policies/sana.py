@@ -24,14 +24,6 @@ class SanaPolicy(PipelinePolicy):
         f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")
     )
 
-    def __init__(self, transformer: Any, scheduler: Any, **options: Any) -> None:
-        """Replaces the multistep solver of published models by an Euler scheduler with the same shift."""
-        if scheduler is not None and (shift := scheduler.config.get("flow_shift")) is not None:
-            from diffusers import FlowMatchEulerDiscreteScheduler
-
-            scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
-        super().__init__(transformer, scheduler, **options)
-
     def _encode_one(self, text: str) -> Conditioning:
         # The text encoder reads the prompt after the instruction that is the default of the diffusers pipeline; the
         # pipeline then removes the instruction's embeddings.

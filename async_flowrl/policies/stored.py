@@ -74,18 +74,29 @@ def fill(network: nn.Module, weights: Mapping[str, Tensor], device: torch.device
 class StoredWeights(Weights):
     """The tensors of safetensors files by name, each read from its file, and cast to `dtype`, at each access.
 
-    `path` is a local diffusers folder, or a hub name at `revision`. Raises ValueError if it has no safetensors files.
+    Those with a part of their name in `in_float32` become float32. `path` is a local diffusers folder, or a hub name
+    at `revision`. Raises ValueError if it has no safetensors files.
     """
 
-    def __init__(self, path: str, *, dtype: torch.dtype, revision: str | None = None, folder: str = FOLDER) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        revision: str | None = None,
+        folder: str = FOLDER,
+        in_float32: frozenset[str] = frozenset(),
+    ) -> None:
         place = (Path(path) if revision is None else download(path, revision, "transformer")) / folder
         self.sources = {name: file for file in weights_files(place) for name in elements_in(file)}
-        self._dtype = dtype
+        self._dtype, self._in_float32 = dtype, in_float32
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self.sources[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self._dtype if self._in_float32.isdisjoint(name.split(".")) else torch.float32)
 
 
 def weights_files(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from async_flowrl.config.error_text import first_line, quieter
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.registry import DTYPES, ResolvedModel, folder_of, weights_of
+from async_flowrl.policies.registry import ResolvedModel, folder_of, weights_of
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, check_fits
 
 
@@ -39,15 +39,16 @@ SHARD = "5GB"
 
 
 def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
-    """Writes a transformer in the dtype of `model` to `folder`, which is never incomplete, and returns `folder`.
+    """Writes a transformer in the dtypes of `model` to `folder`, which is never incomplete, and returns `folder`.
 
     Tensors that are not trained are the base model's. ValueError for one that is not in the model, or of another shape.
     """
     from huggingface_hub import save_torch_state_dict
 
-    dtype, stored = DTYPES[model.dtype], weights_of(model)
+    stored = weights_of(model)
     check_fits(folder, tensors, stored, all_of=False)
-    state = {name: tensors[name].to(dtype).contiguous() if name in tensors else stored[name] for name in sorted(stored)}
+    state = {name: stored[name] for name in sorted(stored)}
+    state |= {name: tensor.to(state[name].dtype).contiguous() for name, tensor in tensors.items()}
     work, old = (folder.with_name(f".{folder.name}-{what}") for what in ("unfinished", "old"))
     for leftover in (work, old):
         shutil.rmtree(leftover, ignore_errors=True)

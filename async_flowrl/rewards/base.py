@@ -26,6 +26,8 @@ class Reward(Protocol):
 
     - `pointwise`, False if absent. True: the reward is called with one image, uint8 [H, W, 3], and returns its result.
       Up to `reward.concurrency` images are scored at a time, from several threads; a failed call is repeated alone.
+    - `video`, False if absent. True: the reward gets videos, uint8 [n, F, H, W, 3], or [F, H, W, 3] if it is pointwise.
+      Others get `reward.frames` frames of each video as images, and `reward.frame_score` makes one score of theirs.
     - `deterministic`, True if absent: the same images and prompt always get the same score. False: scores are written
       to scores.jsonl before their group may be trained, and a resumed run reads them from there.
     - `needs_target`, False if absent. True: prompt files with a prompt that has no target are refused.

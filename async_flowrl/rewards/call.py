@@ -39,6 +39,13 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 Extra = float | str
 
+# `reward.frame_score` → a video's number, from those of its frames.
+OF_FRAMES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": lambda numbers: math.fsum(numbers) / len(numbers),
+    "min": min,
+    "first": lambda numbers: numbers[0],
+}
+
 
 @dataclass(frozen=True)
 class Result:
@@ -137,6 +144,35 @@ class Term:
     held_out: bool = False
 
 
+def stills(images: ByteArray, reward: Reward, count: int | None) -> tuple[ByteArray, int]:
+    """Returns what a reward is called with, and how many of these images belong to one image or video.
+
+    Of videos uint8 [n, F, H, W, 3] they are `count` evenly spaced frames (None: all), [n k, H, W, 3], unless the reward
+    takes videos.
+    """
+    if images.ndim == 4 or getattr(reward, "video", False):
+        return images, 1
+    frames = images.shape[1]
+    chosen = np.linspace(0, frames - 1, min(count or frames, frames)).round().astype(int)
+    return images[:, chosen].reshape(-1, *images.shape[2:]), len(chosen)
+
+
+def of_videos(result: Result, frames: int, how: str) -> Result:
+    """Returns the results of videos, by `how` (a key of OF_FRAMES), from those of `frames` images of each, in order.
+
+    A text beside the score is that of the first frame.
+    """
+
+    if frames == 1:
+        return result
+
+    def reduced(values: Sequence[Any]) -> tuple[Any, ...]:
+        parts = [values[start : start + frames] for start in range(0, len(values), frames)]
+        return tuple(part[0] if isinstance(part[0], str) else OF_FRAMES[how](part) for part in parts)
+
+    return Result(reduced(result.scores), {name: reduced(values) for name, values in result.extras.items()})
+
+
 async def call(reward: Callable[..., Any], images: ByteArray, prompt: Prompt, executor: Executor | None = None) -> Any:
     """Calls a reward in a thread, awaits its result if it is asynchronous, and returns it; raises what it raises."""
 
@@ -153,8 +189,10 @@ async def call(reward: Callable[..., Any], images: ByteArray, prompt: Prompt, ex
 async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig) -> Scores:
     """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failed`.
 
-    `config` has the retries of one image, the seconds before the first, and how many images are scored at a time.
+    `config` has the retries of one image, the seconds before the first, and how many images are scored at a time. Of
+    videos uint8 [n, F, H, W, 3], a reward without `video` gets `config.frames` frames as images.
     """
+    images, frames = stills(images, term.reward, config.frames)
     start, name, shown = time.time(), term.name, _SHOWN.repr(prompt.text)
     where, scores, retries = f"reward {name!r} on prompt {shown}", Scores((), {}), 0
 
@@ -188,7 +226,8 @@ async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Ex
             result = joined(where, await _all(scored(image, places) for image in images))
         else:
             result = group_result(where, await called(images), len(images))
-        distances = await _distances(where, term, images, executor)
+        result = of_videos(result, frames, config.frame_score)
+        distances = await _distances(where, term, images[::frames], executor)
         extras = {name: result.extras} if result.extras else {}
         scores = replace(scores, by_term={name: result.scores}, extras=extras, distances=distances)
     except RewardError as error:

@@ -8,7 +8,15 @@ from typing import Any
 from async_flowrl.algorithms.base import Algorithm
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError, guidance_refusal, toy_values
-from async_flowrl.config.resolution import Resolution, at_size, configured, height_width, in_words, pixels
+from async_flowrl.config.resolution import (
+    Resolution,
+    at_size,
+    configured,
+    height_width,
+    in_words,
+    pixels,
+    with_frames,
+)
 from async_flowrl.config.schema import Config
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
@@ -123,13 +131,15 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
 
 def sizes_of(config: Config, prompts: Prompts) -> list[Resolution]:
     drawn = () if prompts.all_sized else configured(config.rollout)
-    return list(dict.fromkeys([*prompts.sizes, *drawn]))
+    of_prompts = (with_frames(size, config.rollout.frames) for size in prompts.sizes)
+    return list(dict.fromkeys([*of_prompts, *drawn]))
 
 
 def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Resolution, ...]:
     """Returns every size of an image of the run, by pixels. ValueError with the key or prompt of a wrong one."""
     both = (data.train, data.evaluation)
-    where = {size: f"{place}: " for prompts in both for size, place in prompts.sizes.items()}
+    frames = config.rollout.frames
+    where = {with_frames(size, frames): f"{place}: " for prompts in both for size, place in prompts.sizes.items()}
     if not all(prompts.all_sized for prompts in both):
         key = "rollout.resolutions: " if config.rollout.resolutions else ""
         where |= dict.fromkeys(configured(config.rollout), key)
@@ -144,7 +154,7 @@ def allowed_sizes(model: ResolvedModel, config: Config, data: Data) -> tuple[Res
             shapes_of(model, size)
         except ValueError as error:
             # An error about the model's files has nothing to do with the place where the size is set.
-            raise ValueError(f"{place if str(error).startswith('resolution') else ''}{error}") from error
+            raise ValueError(f"{place if str(error).startswith(('resolution', 'frames')) else ''}{error}") from error
     return tuple(sorted(where, key=lambda size: (pixels(size), height_width(size))))
 
 

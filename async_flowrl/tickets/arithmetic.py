@@ -7,7 +7,7 @@ import math
 
 from async_flowrl.algorithms.ema import kept_vectors
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
-from async_flowrl.config.resolution import parse_resolution, pixels
+from async_flowrl.config.resolution import pixels, sized
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Shapes
 from async_flowrl.tickets.table import Shape
@@ -86,7 +86,7 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
     recorded, log_probs = (steps + 1 if whole else 2 * steps), steps
     if trains_on_final_images(config.algorithm):
         recorded, log_probs = 1, 0
-    colours = 3 * pixels(parse_resolution(config.rollout.resolution))
+    colours = 3 * pixels(sized(config.rollout, config.rollout.resolution))
     image = colours + _FLOAT_BYTES * (recorded * math.prod(shapes.latents) + log_probs)
     text = sum(math.prod(shape) for shape in shapes.conditioning.values())
     return config.images_per_ticket * image + _FLOAT_BYTES * text

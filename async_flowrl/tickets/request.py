@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.algorithms.window import Window, draw_window
-from async_flowrl.config.resolution import Resolution, configured, parse_resolution
+from async_flowrl.config.resolution import Resolution, configured, sized, with_frames
 from async_flowrl.config.schema import Config
 from async_flowrl.data.sampler import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, Sampler
 from async_flowrl.data.store import shared_texts
@@ -97,7 +97,7 @@ class RequestBuilder:
     def resolution(self, ticket: Ticket) -> Resolution:
         """Returns the image size of the ticket's group: the prompt's own, else one drawn from the configured sizes."""
         if (size := self.prompt(ticket).resolution) is not None:
-            return size
+            return with_frames(size, self.config.rollout.frames)
         if ticket.kind == EVALUATION:
             return evaluation_resolution(self.config, ticket.group)
         return drawn_resolution(self.config, self.config.seed, ticket.step, ticket.group)
@@ -161,7 +161,7 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
     """Returns the sampling settings of training images; `resolution=None` means `rollout.resolution`."""
     rollout = config.rollout
     return Sampling(
-        resolution=parse_resolution(rollout.resolution) if resolution is None else resolution,
+        resolution=sized(rollout, rollout.resolution) if resolution is None else resolution,
         num_inference_steps=rollout.num_inference_steps,
         true_cfg_scale=rollout.true_cfg_scale,
         guidance_scale=rollout.guidance_scale,

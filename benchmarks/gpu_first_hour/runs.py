@@ -20,6 +20,7 @@ FAMILIES = {
     "qwen_image_21": ("model=tiny_qwen_image_21",),
     "sana": ("model=tiny_sana",),
     "sd3": ("model=tiny_sd3",),
+    "wan": ("model=tiny_wan21", "rollout.frames=5"),
     "z_image": ("model=tiny_z_image",),
 }
 TWICE = {"local": (), "bfloat16": ("model.dtype=bfloat16",), "whole weights": ("tune=full",), **FAMILIES}

@@ -106,7 +106,8 @@ def test_the_commands_take_a_runs_transformer(plain: Run, tmp_path: Path, capsys
     assert export([str(plain.root), str(tmp_path / "out"), "--format", "kohya"]) == 2
     assert not (tmp_path / "out").exists()
     config = read_config(plain.root / "config.yaml")
-    assert generate(config.model, sampling_of(config), None, PROMPTS[:1], seed=0, images=1).width < 256
+    (sheet,) = generate(config.model, sampling_of(config), None, PROMPTS[:1], seed=0, images=1)
+    assert sheet.width < 256
 
 
 @pytest.mark.slow

@@ -56,7 +56,10 @@ def output(policy: Policy) -> Tensor:
         return policy.velocity(latents, torch.tensor([0.9, 0.4]), positive, None, how(policy.family))
 
 
-REFUSED = {("comfyui", "sana"), *(("kohya", family) for family in ("sd3", "sana", "flux", "qwen_image_21"))}
+REFUSED = {
+    *(("comfyui", family) for family in ("sana", "wan")),
+    *(("kohya", family) for family in ("sd3", "sana", "flux", "qwen_image_21", "wan")),
+}
 """diffusers has no converter for them; kohya's of FLUX.1 is for its own width only."""
 
 

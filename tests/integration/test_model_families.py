@@ -11,15 +11,15 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
 from tests.integration.runs import WHOLE, Run, train
-from tests.support.families import NAMES, TEXT, pipeline_of
+from tests.support.families import NAMES, TEXT, pipeline_of, tiny_model
 from tests.support.tiny import sampling
 from tests.support.video import CHANNELS, FRAMES, build_video
 
 
 def options(family: str) -> list[str]:
-    model = "tiny" if family == "qwen_image" else f"tiny_{family}"
-    guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
-    return [f"model={model}", "model.tiny.heads=4", "model.tiny.layers=2", "rollout.num_inference_steps=4", *guidance]
+    model = tiny_model(family)
+    own = {"flux": ["rollout.guidance_scale=3.5"], "wan": ["rollout.frames=5"]}.get(family, [])
+    return [f"model={model}", "model.tiny.heads=4", "model.tiny.layers=2", "rollout.num_inference_steps=4", *own]
 
 
 def check(run: Run, steps: int) -> None:
@@ -44,9 +44,10 @@ def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
-def test_qwen_image_21_in_every_mode(mode: str, tune: str, tmp_path: Path) -> None:
-    """Two pools, one that does both, and a run in two parts: one digest. Prompts of two lengths share a batch."""
-    settings = [*options("qwen_image_21"), f"tune={tune}", "save.every=2", "rollout.tickets_per_batch=2"]
+@pytest.mark.parametrize("family", ["qwen_image_21", "wan"])
+def test_the_digest_is_one_in_every_mode(family: str, mode: str, tune: str, tmp_path: Path) -> None:
+    """Two pools, one that does both, and a run in two parts. Prompts of two lengths share a batch."""
+    settings = [*options(family), f"tune={tune}", "save.every=2", "rollout.tickets_per_batch=2"]
     whole = train(tmp_path / "whole", mode, *settings, "total_steps=4")
     shared = train(tmp_path / "shared", mode, *settings, "total_steps=4", "placement=shared")
     train(tmp_path / "parts", mode, *settings, "total_steps=2")

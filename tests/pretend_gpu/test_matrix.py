@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretend_gpu.rehearse import rehearse
+from tests.support.families import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO_ROLLOUTS = ("rollout.num_workers=2",)
@@ -18,9 +19,10 @@ TRANSPORTS = {
     for name in ("pynccl", "auto", "gloo", "object_store")
 }
 FAMILIES = {
-    family: ("one_step_off", (f"model=tiny_{family}", "model.tiny.heads=4", FEW_STEPS, NCCL, *own))
+    family: ("one_step_off", (f"model={tiny_model(family)}", "model.tiny.heads=4", FEW_STEPS, NCCL, *own))
     for family, own in {
         "flux": ("rollout.guidance_scale=3.5",),
+        "wan": ("rollout.frames=5",),
         **dict.fromkeys(("qwen_image_21", "sana", "sd3", "z_image"), ()),
     }.items()
 }

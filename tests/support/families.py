@@ -13,6 +13,7 @@ from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.policies import tiny
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
+from async_flowrl.policies.pipeline import with_euler_steps
 from async_flowrl.policies.registry import FAMILIES, load_family, load_pipeline, load_policy, resolve_model
 from async_flowrl.types import Sampling
 from tests.support.tiny import randomise, sampling, tensors
@@ -37,6 +38,11 @@ TWO_AND_SLOW = [
 TEXT, NEGATIVE = "red red red red", "a grey one"
 N = 3
 """Images of a batch."""
+
+
+def tiny_model(family: str) -> str:
+    """Returns the value of `model` that chooses the family's tiny model."""
+    return {"qwen_image": "tiny", "wan": "tiny_wan21"}.get(family, f"tiny_{family}")
 
 
 def model_config(family: str) -> ModelConfig:
@@ -89,7 +95,16 @@ def pipeline_of(family: str) -> Any:
     """Returns diffusers' pipeline of the tiny model, loaded as a policy's is, so that results are equal bit for bit."""
     pipeline = load_pipeline(resolve_model(model_config(family)), dtype="float32", device="cpu")
     pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = with_euler_steps(pipeline.scheduler)
     return pipeline
+
+
+def called(pipeline: Any, count: int = 1, **arguments: Any) -> Any:
+    """Returns what the stock pipeline makes of TEXT; of a model that makes videos, videos of one frame."""
+    video = hasattr(pipeline, "video_processor")
+    arguments |= {"num_videos_per_prompt": count, "num_frames": 1} if video else {"num_images_per_prompt": count}
+    made = pipeline(TEXT, return_dict=False, **arguments)[0]
+    return [frames[0] for frames in made] if video and arguments["output_type"] == "pil" else made
 
 
 def how(family: str, *, cfg: float = 1.0, **options: Any) -> Sampling:

@@ -149,5 +149,5 @@ def test_every_model_mode_engine_and_placement(model: str, tmp_path: Path) -> No
             assert (said is None) == (workers == [None, None]), (mode, engine, placement, said, workers)
             assert said is None or said in workers
             answers[said is None] += 1
-    other = ("tiny_sana", "tiny_qwen_image_21", "qwen_image_21")
-    assert answers[True] == (8 if model in other else 12), "vllm_omni has neither SANA nor Qwen-Image 2.1"
+    other = ("tiny_sana", "tiny_qwen_image_21", "qwen_image_21", "tiny_wan21", "wan21_1_3b")
+    assert answers[True] == (8 if model in other else 12), "vllm_omni has neither SANA, Qwen-Image 2.1 nor Wan"

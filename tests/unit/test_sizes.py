@@ -74,6 +74,33 @@ def test_a_prompt_that_the_model_cannot_make_is_named(tmp_path: Path) -> None:
         prepare(composed(tmp_path, f"data.train={data}"))
 
 
+def test_frames_are_those_of_the_prompt_or_of_the_run(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "frames": 9}, ROWS[2], {"prompt": "red", "resolution": "5x48x32"}, ROWS[3]]
+    wan = ("model=tiny_wan21", "rollout.frames=5", f"data.train={prompt_file(tmp_path, *rows)}", "data.shuffle=false")
+    prepared = prepare(composed(tmp_path, *wan, "prompts_per_step=4"))
+    sizes = [prepared.requests.resolution(Ticket(TRAIN, 0, 0, group, 0, 0)) for group in range(4)]
+    assert sizes == [(9, 32, 48), (5, 32, 32), (5, 48, 32), (5, 32, 32)]
+    assert set(prepared.sizes) == set(sizes) and prepared.shapes.latents == (16, 3, 4, 6)
+    assert prepared.config.rollout.resolution == (5, 32, 32)
+    assert compose_config("sync", ["model=tiny_wan21", "rollout.resolution=9x32x48"]).rollout.resolution == (9, 32, 48)
+    assert compose_config("one_step_off", [*wan, "rollout.resolution=[9,32,48]"]).rollout.resolution == (5, 32, 48)
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "named"),
+    [
+        ("tiny_wan21", {**ROWS[0], "frames": 10}, r"prompts\.jsonl:2: frames .* 10, nearest: 9"),
+        ("tiny", {**ROWS[0], "frames": 9}, r"prompts\.jsonl:2: frames .* 9$"),
+        ("tiny_wan21", {"prompt": "red", "frames": 9}, r"prompts\.jsonl:2: .*got frames"),
+        ("tiny_wan21", {**ROWS[0], "frames": "many"}, r"prompts\.jsonl:2: frames .*'many'"),
+    ],
+)
+def test_frames_that_cannot_be_made_are_named(tmp_path: Path, model: str, row: dict[str, Any], named: str) -> None:
+    data = prompt_file(tmp_path, ROWS[3], row)
+    with pytest.raises(ConfigError, match=named):
+        prepare(composed(tmp_path, f"model={model}", f"data.train={data}"))
+
+
 def test_the_trainer_checks_the_schedules_of_the_sizes_that_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from async_flowrl.observability.images import write_images
+from async_flowrl.observability.statistics import diversity
 
 
 def test_small_images_are_kept_bit_for_bit_and_large_ones_reduced(tmp_path: Path) -> None:
@@ -29,3 +31,12 @@ def test_an_evaluation_that_is_made_again_replaces_its_images(tmp_path: Path) ->
     for most in (2, 1):
         write_images(tmp_path / "step", images, [{"prompt": "a", "extras": {}}], most=most, side=64)
     assert sorted(path.name for path in (tmp_path / "step").iterdir()) == ["000_0.png", "index.json"]
+
+
+def test_of_videos_there_are_contact_sheets_of_evenly_spaced_frames(tmp_path: Path) -> None:
+    frames = np.arange(7, dtype=np.uint8)[None, :, None, None, None] * np.ones((2, 7, 8, 16, 3), dtype=np.uint8)
+    write_images(tmp_path / "step", {0: frames}, [{"prompt": "a"}], most=1, side=200)
+    shown = np.asarray(Image.open(tmp_path / "step" / "000_0.png"))
+    assert shown.shape == (8, 4 * 16, 3)
+    assert shown[0, ::16, 0].tolist() == [0, 2, 4, 6]
+    assert diversity(frames) == 0.0 and diversity(np.stack([frames[0], frames[0] + 51])) == pytest.approx(0.2)

@@ -17,7 +17,7 @@ from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.parts import World
 from tests.support.allocations import Allocations
-from tests.support.families import NAMES, how
+from tests.support.families import NAMES, how, tiny_model
 from tests.support.fused_attention import fused_attention
 from tests.support.shared_models import SharedModels
 
@@ -55,7 +55,7 @@ def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
 )
 def test_a_few_blocks_tell_the_peak_of_all(family: str, checkpointing: str) -> None:
     """The same model rehearsed whole, of six blocks a stack."""
-    config = compose_config("one_step_off", ["model=tiny" if family == "qwen_image" else f"model=tiny_{family}"])
+    config = compose_config("one_step_off", [f"model={tiny_model(family)}"])
     config.model.tiny.layers, config.model.tiny.heads, config.lora.rank = 6, 4, 4
     config.rollout.guidance_scale = how(family).guidance_scale
     config.rollout.resolution, config.trainer.micro_batch_size = 64, 2

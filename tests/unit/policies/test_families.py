@@ -21,7 +21,18 @@ from async_flowrl.policies.registry import family_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import Sampling
-from tests.support.families import TEXT, N, adapted, conditioning, how, latents, model_config, pipeline_of, policy_of
+from tests.support.families import (
+    TEXT,
+    N,
+    adapted,
+    called,
+    conditioning,
+    how,
+    latents,
+    model_config,
+    pipeline_of,
+    policy_of,
+)
 from tests.support.tiny import randomise, request, save_lora
 from tests.unit.rollout.trajectories import replay
 
@@ -39,17 +50,17 @@ def denoised(policy: Policy, sampling: Sampling) -> Tensor:
 def made(pipeline: Any, policy: Policy, sampling: Sampling, output: str = "latent") -> Any:
     """What the stock pipeline makes from the same noise."""
     length = model_config(policy.family).max_sequence_length
-    return pipeline(
-        TEXT,
+    return called(
+        pipeline,
+        N,
         height=32,
         width=32,
         num_inference_steps=6,
-        num_images_per_prompt=N,
         latents=latents(policy),
         output_type=output,
         **family_of(pipeline).guidance_arguments(sampling),
         **({} if length is None else {"max_sequence_length": length}),
-    ).images
+    )
 
 
 @pytest.mark.parametrize("cfg", [4.0, pytest.param(1.0, marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from async_flowrl.config.models import Architecture, architectures
-from async_flowrl.config.resolution import Resolution, height_width
+from async_flowrl.config.resolution import Resolution, frames_of, height_width
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies.lora import attach_lora, lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
@@ -26,9 +26,11 @@ ADAPTED = {
     "black-forest-labs/FLUX.1-dev": (19 * 12 + 38 * 3, 2_801_664),
     "Tongyi-MAI/Z-Image-Turbo": (34 * 7, 2_480_640),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (20 * 8, 716_800),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (30 * 8, 737_280),
 }
 """Layers with a LoRA, blocks times those of a block less those without effect, and the numbers of one of rank 1."""
 SIZES: list[Resolution] = [512, 1024, (768, 1344)]
+VIDEOS: list[Resolution] = [(81, 480, 832), (33, 720, 1280)]
 KNOWN = [name for name in ADAPTED if architectures()[name].family in NAMES]
 
 
@@ -55,7 +57,7 @@ class Part(nn.Module):
     def forward(self, *arguments: Any, **inputs: Any) -> None:
         raise Reached(inputs["hidden_states"] if "hidden_states" in inputs else arguments[0])
 
-    def cache_context(self, name: str) -> Any:
+    def cache_context(self, name: str, **step: Any) -> Any:
         return torch.no_grad()
 
     @property
@@ -77,7 +79,7 @@ def published_scheduler(architecture: Architecture) -> Any:
 
 
 def stock_scheduler(architecture: Architecture) -> Any:
-    """As published; an Euler scheduler of the same shift for SANA, whose multistep solver is not trained with."""
+    """As published; for SANA and Wan, whose multistep solvers are not trained with, Euler steps of the same shift."""
     published = published_scheduler(architecture)
     shift = published.config.get("flow_shift")
     return published if shift is None else diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
@@ -120,7 +122,7 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
     vae = Part(getattr(diffusers, architecture.vae["_class_name"]), architecture.vae)
     policy = family.policy_of(network, published_scheduler(architecture), architecture.vae, dtype=torch.float32)
     stock = stock_pipeline(family, network, vae, stock_scheduler(architecture))
-    for size in SIZES:
+    for size in [*SIZES, *(VIDEOS if policy.makes_videos else ())]:
         (height, width), steps = height_width(size), family.usual_steps
         with pytest.raises(Reached) as reached:
             stock(
@@ -131,10 +133,11 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
                 **conditioning(policy),
                 **family.guidance_arguments(replace(how(architecture.family), negative_prompt="")),
                 **({"use_resolution_binning": False} if architecture.family == "sana" else {}),
+                **({"num_frames": frames_of(size) or 1} if policy.makes_videos else {}),
             )
         (latents,) = reached.value.args
         shape = (latents[0] if isinstance(latents, list) else latents).squeeze().shape
-        assert shape == policy.latent_shape(size), size
+        assert shape == tuple(side for side in policy.latent_shape(size) if side > 1), size
         assert torch.equal(stock.scheduler.sigmas.cpu().float(), policy.sigmas(steps, size)), size
 
 

@@ -9,7 +9,7 @@ import torch
 from async_flowrl.algorithms import sde
 from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.policies.registry import family_of
-from tests.support.families import NAMES, TEXT, conditioning, how, model_config
+from tests.support.families import NAMES, called, conditioning, how, model_config
 from tests.support.shared_models import SharedModels
 
 SIZES: list[Resolution] = [(32, 64), (96, 32), (64, 96)]
@@ -29,8 +29,8 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
         sampling = replace(how(family), resolution=size, num_inference_steps=STEPS)
         start = torch.randn(1, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
         options = {} if length is None else {"max_sequence_length": length}
-        stock = pipeline(
-            TEXT,
+        stock = called(
+            pipeline,
             height=height,
             width=width,
             num_inference_steps=STEPS,
@@ -38,7 +38,7 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
             output_type="latent",
             **family_of(pipeline).guidance_arguments(sampling),
             **options,
-        ).images
+        )
         sigmas = policy.sigmas(STEPS, size)
         assert torch.equal(pipeline.scheduler.sigmas.cpu().float(), sigmas)
         shifts.add(float(sigmas[1]))

@@ -123,3 +123,12 @@ class MeetsItself:
     def __call__(self, image: ByteArray, prompt: Prompt) -> float:
         meeting.wait(timeout=120)
         return 1.0
+
+
+def motion(videos: ByteArray, prompt: Prompt) -> list[float]:
+    """What is different in the last frame, of videos [n, F, H, W, 3]."""
+    first, last = videos[:, 0].astype(float), videos[:, -1].astype(float)
+    return [float(np.abs(b - a).mean()) for a, b in zip(first, last, strict=True)]
+
+
+motion.video = True  # type: ignore[attr-defined]

@@ -1,0 +1,114 @@
+"""The model family Wan, text to video: latents are [16, frames, h, w]; without `rollout.frames` it makes images."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from async_flowrl.config.resolution import Resolution, frames_of
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies import tiny
+from async_flowrl.policies.pipeline import PipelinePolicy, on_host
+from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.types import Conditioning, Sampling
+
+_TEXT_TOKENS = 512  # Default of `max_sequence_length` in WanPipeline.__call__.
+_FRAMES_PER_LATENT = 4
+
+
+class WanPolicy(PipelinePolicy):
+    """Policy of Wan 2.1. `true_cfg_scale` is the scale of plain classifier-free guidance."""
+
+    family, title, stock_guidance = "wan", "Wan", "guidance_scale"
+    vae_stages = "temperal_downsample"
+    makes_videos = True
+    # The layers of both attentions of a block.
+    lora_targets: Sequence[str] = tuple(
+        f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+
+    def __init__(self, *parts: Any, max_sequence_length: int | None = None, **options: Any) -> None:
+        super().__init__(*parts, max_sequence_length=max_sequence_length or _TEXT_TOKENS, **options)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return list(self.transformer.blocks)  # type: ignore[arg-type]
+
+    def _encode_one(self, text: str) -> Conditioning:
+        return on_host(prompt_embeds=self._stock_encode(text, None, False)[0])
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (self._text_tokens(_TEXT_TOKENS), self._config.text_dim)}
+
+    def _set_schedule(self, steps: int, tokens: int) -> None:
+        self._scheduler.set_timesteps(steps)
+
+    def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
+        (rows, columns), frames = self._grid(resolution), frames_of(resolution) or 1
+        if frames % _FRAMES_PER_LATENT != 1:
+            below = _FRAMES_PER_LATENT * ((frames - 1) // _FRAMES_PER_LATENT) + 1
+            allowed = f"1 more than a multiple of {_FRAMES_PER_LATENT} for {self.title}"
+            raise ValueError(f"frames must be {allowed}, got {frames}, nearest: {below}")
+        _, height, width = self._config.patch_size
+        return self._config.in_channels, 1 + frames // _FRAMES_PER_LATENT, height * rows, width * columns
+
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        return self._called(
+            hidden_states=latents.to(self._dtype),
+            timestep=1000 * sigma,
+            encoder_hidden_states=self._rows(branches, "prompt_embeds", len(latents)),
+        )
+
+    def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
+        vae = pipeline.vae
+        latents = latents.to(vae.dtype)
+        mean, std = self._statistics(vae.config, latents)
+        videos: Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+        return videos[:, :, 0] if frames_of(resolution) is None else videos
+
+    @classmethod
+    def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
+        return int(math.prod((2 ** len(vae[cls.vae_stages]), transformer["patch_size"][1])))
+
+
+class WanFamily(PipelineFamily):
+    policy = WanPolicy
+    pipeline, transformer = "WanPipeline", "WanTransformer3DModel"
+    text_tokens = _TEXT_TOKENS
+    # The default of WanPipeline.__call__, diffusers 0.42, and its steps.
+    usual_guidance = 5.0, 0.0
+    usual_steps = 50
+
+
+def tiny_pipeline(config: TinyConfig) -> Any:
+    import diffusers
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    tokenizer = tiny.t5_tokenizer()
+    sizes = {"d_model": tiny.T5_DIM, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes))
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=config.heads,
+        attention_head_dim=16,
+        text_dim=tiny.T5_DIM,
+        freq_dim=32,
+        ffn_dim=32 * config.heads,
+        num_layers=config.layers,
+    )
+    vae = diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1)
+    with torch.no_grad():
+        vae.decoder.conv_out.weight.mul_(config.contrast)
+    return diffusers.WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder.eval(),
+        vae=vae.eval(),
+        # The settings of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        transformer=transformer.eval(),
+    )

@@ -1,0 +1,79 @@
+"""Tests of the family Wan: videos against diffusers' pipeline, what stays float32, and frames that are refused."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from async_flowrl.algorithms import sde
+from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from checkpoint_engine import base_digest
+from tests.support.families import NEGATIVE, TEXT, conditioning, how, model_config
+from tests.support.shared_models import SharedModels
+from tests.support.tiny import request
+from tests.unit.rollout.trajectories import replay
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize("size", [(5, 32, 48), (9, 48, 32)])
+def test_videos_are_the_stock_pipelines(size: tuple[int, int, int], cfg: float, shared_models: SharedModels) -> None:
+    policy, pipeline = shared_models.policy("wan"), shared_models.pipeline("wan")
+    sampling = replace(how("wan", cfg=cfg), resolution=size)
+    start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
+    frames, height, width = size
+    theirs = pipeline(
+        [TEXT] * 2,
+        negative_prompt=[NEGATIVE] * 2,
+        height=height,
+        width=width,
+        num_frames=frames,
+        num_inference_steps=STEPS,
+        guidance_scale=cfg,
+        latents=start,
+        output_type="pt",
+        max_sequence_length=24,
+    ).frames
+    positive, negative = conditioning(policy)
+    x, sigmas = start, policy.sigmas(STEPS, size)
+    with torch.no_grad():
+        for sigma, after in itertools.pairwise(sigmas):
+            velocity = policy.velocity(x, sigma.expand(2), positive, negative, sampling)
+            x = sde.ode_step(x, velocity, sigma.expand(2), after.expand(2))
+    ours = policy.decode(x, size)
+    assert ours.dtype == torch.uint8 and ours.shape == (2, *size, 3)
+    assert (ours.int() - (255 * theirs.movedim(2, -1)).round().int()).abs().max() <= 1
+    assert (ours[:, 0].float() - ours[:, -1].float()).abs().mean() > 1, "its frames differ"
+
+
+@pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
+def test_the_trainer_replays_a_video(cfg: float, kind: str, shared_models: SharedModels) -> None:
+    policy, size = shared_models.policy("wan"), (5, 32, 48)
+    sampling = replace(how("wan", cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size)
+    made = DiffusersEngine(policy).generate([request(3, how=sampling)])[0]
+    assert made.trajectory is not None and made.images.shape == (3, *size, 3)
+    _, negative = conditioning(policy)
+    exact = replay(policy, made.trajectory, sampling, negative, rows=3)
+    assert torch.equal(exact, torch.zeros_like(exact))
+
+
+def test_in_bfloat16_every_road_keeps_the_same_weights_in_float32() -> None:
+    model = resolve_model(replace(model_config("wan"), dtype="bfloat16"))
+    whole, shapes = (
+        dict(load_policy(model, dtype="bfloat16", device="cpu", parts=parts).transformer.named_parameters())
+        for parts in ("transformer", "structure")
+    )
+    kept = {name for name, parameter in whole.items() if parameter.dtype == torch.float32}
+    assert {"time_embedder", "scale_shift_table", "norm2"} <= {part for name in kept for part in name.split(".")}
+    assert kept == {name for name, parameter in shapes.items() if parameter.dtype == torch.float32} < whole.keys()
+    assert base_digest(whole) == base_digest(weights_of(model), set(whole))
+
+
+def test_frames_that_a_model_cannot_make_are_refused(shared_models: SharedModels) -> None:
+    with pytest.raises(ValueError, match=r"^frames .*nearest: 9"):
+        shared_models.policy("wan").latent_shape((10, 32, 32))
+    with pytest.raises(ValueError, match=r"^frames .*5$"):
+        shared_models.policy("qwen_image").latent_shape((5, 32, 32))
