@@ -63,6 +63,14 @@ def whatever_waits(batch_of: Any) -> Any:
     return fault
 
 
+def of_first_part(group_sums: Any) -> Any:
+    def fault(passes: Any, group: Any, part: Any, measured: Any) -> list[list[float]]:
+        sums = group_sums(passes, group, part, measured)
+        return [[0.0 if part.part else value for value in level] for level in sums]
+
+    return fault
+
+
 BATCH_FAULTS = (
     Mutant(
         "a ticket that is made again has not the company that it had",
@@ -75,5 +83,11 @@ BATCH_FAULTS = (
         {f"{DISPATCH}:batch_of": whatever_waits},
         f"{BATCHES}:test_batches_are_of_prompts_of_about_one_length",
         arguments={"size": 3},
+    ),
+    Mutant(
+        "a loss of whole groups sees the first part alone",
+        {"async_flowrl.training.forward_passes:ForwardPasses.group_sums": of_first_part},
+        "tests.unit.training.test_trainer_groups:test_a_group_that_is_cut_has_the_gradient_of_the_whole_group",
+        arguments={"name": "dgpo"},
     ),
 )
