@@ -19,6 +19,11 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"the configuration folder is missing: neither {checkout} nor {wheel} exists")
 
 
+def cache_dir() -> Path:
+    """Returns this package's cache folder: `$ASYNC_FLOWRL_CACHE`, or ~/.cache/async_flowrl."""
+    return Path(os.environ.get("ASYNC_FLOWRL_CACHE", "~/.cache/async_flowrl")).expanduser()
+
+
 def expanded(path: str) -> Path:
     """Returns the path with the home folder in place of `~`; unlike Path's own, it leaves a `~x` that is no user's."""
     return Path(os.path.expanduser(path))

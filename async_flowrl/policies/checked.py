@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from async_flowrl.config.hub import hub_file
+from async_flowrl.config.paths import cache_dir
 from async_flowrl.config.resolution import Resolution, written
 from async_flowrl.policies.registry import FAMILIES, load_family
-from async_flowrl.policies.tiny import cache_dir
 
 
 def unchecked(name: str, path: str, revision: str | None, *, resolution: Resolution) -> str | None:

@@ -21,10 +21,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from async_flowrl.config.paths import replace_file
+from async_flowrl.config.paths import cache_dir, replace_file
 from async_flowrl.policies.quantized_layer import FORMATS, quantizable, quantize
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, file_states, fill, on_meta
-from async_flowrl.policies.tiny import cache_dir
 
 logger = logging.getLogger(__name__)
 

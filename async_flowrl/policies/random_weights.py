@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from async_flowrl.config.models import Architecture
+from async_flowrl.config.paths import cache_dir
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.quantizer import Quantizer
 from async_flowrl.policies.stored import Weights, configuration, fill
-from async_flowrl.policies.tiny import cache_dir, cached
+from async_flowrl.policies.tiny import cached
 from async_flowrl.types import Conditioning, EncoderInput
 
 

@@ -7,7 +7,6 @@ function `tiny_pipeline` of each family's file makes its pipeline, of parts that
 import functools
 import hashlib
 import json
-import os
 import shutil
 import string
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.own_code import import_named
+from async_flowrl.config.paths import cache_dir
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
@@ -31,11 +31,6 @@ _AS_FIRST_TRAINED = "qwen_image"
 _RECIPE = 2
 CLIP_DIM, T5_DIM, TEXT_DIM = 16, 32, 32
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-
-
-def cache_dir() -> Path:
-    """Returns this package's cache folder: `$ASYNC_FLOWRL_CACHE`, or ~/.cache/async_flowrl."""
-    return Path(os.environ.get("ASYNC_FLOWRL_CACHE", "~/.cache/async_flowrl")).expanduser()
 
 
 def build_tiny(config: TinyConfig, cache: Path | None = None) -> Path:

@@ -5,13 +5,13 @@ from functools import partial
 
 import torch
 
+from async_flowrl.config.paths import cache_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
 from async_flowrl.policies.pipeline import as_pipeline
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
-from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
 from async_flowrl.rollout.diffusers_engine import SEVERAL, DiffusersEngine

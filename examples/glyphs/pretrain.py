@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from async_flowrl.config.paths import cache_dir
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies.pipeline_family import quiet
 from async_flowrl.policies.qwen_image import tiny_pipeline
-from async_flowrl.policies.tiny import cache_dir
 from async_flowrl.seeds import untouched_rng
 from examples.glyphs.flow import STEPS, generate, legibility, train_flow
 from examples.glyphs.vae import reconstruct, small_vae, train_vae

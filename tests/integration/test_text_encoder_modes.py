@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from async_flowrl.config.paths import cache_dir
 from async_flowrl.config.schema import TinyConfig
-from async_flowrl.policies.tiny import build_tiny, cache_dir
+from async_flowrl.policies.tiny import build_tiny
 from tests.integration.runs import LOCAL, Run, train
 
 ROWS = (
