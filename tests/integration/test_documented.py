@@ -16,7 +16,16 @@ METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 DIRECTORY = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
 OPEN = ("name", "pool", "age", "start", "step", "kind", "stat")
 """Placeholders on the pages, written <name> and so on."""
-OTHER_ALGORITHMS = {"positive_loss", "negative_loss", "old_deviation", "preference_accuracy"}
+OTHER_ALGORITHMS = {
+    "positive_loss",
+    "negative_loss",
+    "old_deviation",
+    "preference_accuracy",
+    "average_kl",
+    "implicit_reward",
+    "preference_weight",
+    "teacher_kl",
+}
 OF_SHARED_RUNS = {"timing/wait_ticket"}
 """Those of placement=shared: tests/unit/shared/test_shared_runs.py sees them."""
 ON_EVENT = {"reward/<name>/missing", "reward/<name>/failures", "reward/<name>/retries", "reward/<name>/<extra>"} | {

@@ -31,7 +31,7 @@ def test_a_published_model_needs_no_files_for_its_shapes(name: str) -> None:
     model = resolve_model(ModelConfig(path=name, weights="random"))
     assert (model.family, model.dtype) == (architectures()[name].family, architectures()[name].dtype)
     shapes = shapes_of(model, 512)
-    assert len(shapes.latents) in (2, 3)
+    assert len(shapes.latents) in (2, 3, 4)
     assert not list(Path(model.path).rglob("*.safetensors"))
     shutil.rmtree(model.path)  # as on another node
     assert (folder_of(model, "structure") / "transformer" / "config.json").is_file()
