@@ -201,7 +201,7 @@ def nccl_group(store: Store, rank: int, world: int) -> Any:
     # Connecting has no time limit and cannot be aborted, so it must be done in a thread that `Member.open` watches.
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = GROUP_TIMEOUT
-    with _ENVIRONMENT, _variables(SPARE_THE_PROCESS):
+    with _ENVIRONMENT, _variables(NCCL_ABORT_ONLY):
         group = dist.ProcessGroupNCCL(store, rank, world, options)
     group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group
@@ -210,7 +210,7 @@ def nccl_group(store: Store, rank: int, world: int) -> Any:
 _ENVIRONMENT = threading.Lock()
 # If a peer fails, torch's watchdog only aborts the communicator, and nobody ends this process where the abort hangs; by
 # default either would.
-SPARE_THE_PROCESS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+NCCL_ABORT_ONLY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 @contextlib.contextmanager

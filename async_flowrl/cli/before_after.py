@@ -25,6 +25,7 @@ from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import estimate
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import with_euler_steps
 from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
@@ -63,6 +64,7 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
     check_sizes(job)
     reward = build_reward(job.config.reward)
     pipeline = open_pipeline(job.config.model, sampling_of(job.config), device)
+    pipeline.scheduler = with_euler_steps(pipeline.scheduler)  # with which the run sampled
     return asyncio.run(_both(pipeline, job, reward, device))
 
 

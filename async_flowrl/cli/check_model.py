@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--prompt", default="a red apple on a wooden table")
     option("--steps", type=int, default=6, help="denoising steps (default 6)")
     option("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
-    option("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default 512; of tiny 32)")
+    option("--resolution", metavar="SIZE", help="512, [FRAMESx]HEIGHTxWIDTH in pixels (default 512; of tiny 32)")
     option("--dtype", choices=("bfloat16", "float32"), default="float32", help="default float32: no rounding")
     option("--max-sequence-length", type=int, help="model.max_sequence_length")
     options = command_line.parse_args(arguments)

@@ -52,6 +52,6 @@ def parser() -> argparse.ArgumentParser:
     option("--seed", type=seed, help="first seed of the noises (default: the run's evaluations')")
     option("--steps", type=count, help="denoising steps")
     option("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
-    option("--resolution", metavar="SIZE", help="512, or HEIGHTxWIDTH in pixels (default: by prompt or run)")
+    option("--resolution", metavar="SIZE", help="512, [FRAMESx]HEIGHTxWIDTH in pixels (default: by prompt or run)")
     option("--out", type=Path, help="a folder for evaluation.json and before_after.png")
     return command_line

@@ -18,7 +18,7 @@ from async_flowrl.cli.generate import config_of
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
-from async_flowrl.config.resolution import Resolution, resolution_option
+from async_flowrl.config.resolution import Resolution, configured, frames_of, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardTerm
 from async_flowrl.config.scoring_pools import served_terms
 from async_flowrl.controller.reward_servers import RewardServers, server_pools, serving
@@ -59,7 +59,9 @@ class Job:
 
     def resolution(self, place: int) -> Resolution:
         size = None if self.one_size else self.prompts[place].resolution
-        return evaluation_resolution(self.config, place) if size is None else size
+        if size is None:
+            return evaluation_resolution(self.config, place)
+        return with_frames(size, self.config.rollout.frames)
 
     @property
     def terms(self) -> Mapping[str, RewardTerm]:
@@ -126,7 +128,9 @@ def _sampling(config: Config, options: Namespace) -> None:
     evaluate.num_inference_steps = options.steps or evaluate.num_inference_steps
     evaluate.max_prompts = options.max_prompts or evaluate.max_prompts
     if options.resolution is not None:
-        rollout.resolution, rollout.resolutions = resolution_option(options.resolution), []
+        # A size without frames has the run's.
+        size = with_frames(resolution_option(options.resolution), frames_of(configured(rollout)[0]))
+        rollout.resolution, rollout.resolutions, rollout.frames = size, [], frames_of(size)
     if options.guidance is not None:
         embedded = load_family(resolve_model(config.model).family).usual_guidance[1] > 0
         if refusal := guidance_refusal("--guidance", options.guidance, embedded=embedded):

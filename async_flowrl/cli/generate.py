@@ -20,7 +20,7 @@ from async_flowrl.cli.options import count, seed
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.models import is_toy
-from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option
+from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.terminal import refuse
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--images", type=count, default=4, help="images per prompt (default 4)")
-    parser.add_argument("--resolution", metavar="SIZE", help="512, HEIGHTxWIDTH in pixels, or FRAMESxHEIGHTxWIDTH")
+    parser.add_argument("--resolution", metavar="SIZE", help="512, or [FRAMESx]HEIGHTxWIDTH in pixels")
     parser.add_argument("--num-inference-steps", type=count)
     parser.add_argument("--true-cfg-scale", type=float, help="scale of classifier-free guidance; 0 or 1 for none")
     parser.add_argument("--guidance-scale", type=float, help="for models that take it as an input, such as FLUX.1-dev")
@@ -220,11 +220,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ("resolution", "num_inference_steps", "true_cfg_scale", "guidance_scale", "negative_prompt")
         changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
         if options.resolution is not None:
-            changes["resolution"] = resolution_option(options.resolution)
+            frames = frames_of(configured(config.rollout)[0])  # A size without frames has the run's.
+            changes["resolution"] = with_frames(resolution_option(options.resolution), frames)
         model = replace(config.model, dtype=options.dtype or config.model.dtype)
         how = replace(sampling_of(config), **changes)
         out, size = options.out.expanduser(), {"seed": options.seed, "images": options.images}
-        sheets = generate(model, how, trained, options.prompt, animated=out.suffix in ANIMATED, **size)
+        if (suffix := out.suffix.lower()) not in Image.registered_extensions():
+            raise ValueError(f"--out {out}: no format has this ending; e.g. .png, or .webp for videos that move")
+        sheets = generate(model, how, trained, options.prompt, animated=suffix in ANIMATED, **size)
     except ValueError as error:
         return refuse(error)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from async_flowrl.cli.export_source import PEFT, Source
 from async_flowrl.cli.generate import arguments_of, in_diffusers, sampling_of, usual
 from async_flowrl.config.compose import record_of, typed_command
 from async_flowrl.config.paths import sha256_of
-from async_flowrl.config.resolution import configured, in_pixels
+from async_flowrl.config.resolution import configured, frames_of, in_pixels
 from async_flowrl.config.schema import RewardTerm
 from async_flowrl.observability.evaluations import (
     Evaluation,
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 README, NEW_README, CURVE = "README.md", "README.new.md", "curve.png"
 _GAP = 16  # Pixels between the images before and after.
-TAGS = ("diffusers", "text-to-image", "reinforcement-learning", "async_flowrl")
+TAGS = ("reinforcement-learning", "async_flowrl")
 
 
 def write_card(
@@ -48,13 +48,15 @@ def write_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     base = lora_file.hub_name(source.model.path) if source.model is not None else None
+    videos = source.config is not None and frames_of(configured(source.config.rollout)[0]) is not None
+    task = "text-to-video" if videos else "text-to-image"
     front = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "finetune" if source.whole is not None else "adapter",
         license=licence or "unknown",
         library_name="diffusers",
-        pipeline_tag="text-to-image",
-        tags=[*([] if source.whole is not None else ["lora"]), *TAGS],
+        pipeline_tag=task,
+        tags=[*([] if source.whole is not None else ["lora"]), "diffusers", task, *TAGS],
     )
     title = out.resolve().name
     if source.config is not None:
@@ -202,7 +204,7 @@ def _call(source: Source) -> str:
             config = source.config or usual(source.model.path)
             pipeline = getattr(diffusers, getattr(family, "pipeline", ""))
             arguments = arguments_of(pipeline, config.model, sampling_of(config), family)
-    return f"image = {in_diffusers(arguments)}"
+    return f"{'video' if 'num_frames' in arguments else 'image'} = {in_diffusers(arguments)}"
 
 
 def _usage(source: Source, base: str | None) -> str:

@@ -117,7 +117,7 @@ def sized(rollout: RolloutConfig, value: Any) -> Resolution:
 
 def at_size(config: Config, resolution: Resolution) -> Config:
     """Returns the configuration with `resolution` for all images; plans use it to compute the largest need."""
-    return replace(config, rollout=replace(config.rollout, resolution=resolution, resolutions=[]))
+    return replace(config, rollout=replace(config.rollout, resolution=resolution, resolutions=[], frames=None))
 
 
 def normalised(config: Config) -> Config:

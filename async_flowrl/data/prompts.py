@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_flowrl.config.error_text import unknown_name
-from async_flowrl.config.resolution import Resolution, parse_resolution, with_frames
+from async_flowrl.config.resolution import Resolution, height_width, parse_resolution
 from async_flowrl.types import Prompt, TokenIds
 
 # The first pair of double quotes, straight or curly, encloses the text that the image should show.
@@ -165,13 +165,12 @@ def _resolution(columns: Mapping[str, Any], where: str) -> Resolution | None:
         given = ", ".join(name for name in SIZES if columns.get(name) is not None)
         forms = "in resolution, or in height and width, of a video in frames, too"
         raise PromptError(f"{where}: the size of images is {forms}, got {given}")
-    if frames is not None and (type(frames) is not int or frames < 1):
-        raise PromptError(f"{where}: frames must be a whole number, at least 1, got {frames!r:.80}")
+    sides = values["resolution"] if "resolution" in values else list(values.values())
     try:
-        size = parse_resolution(values["resolution"] if "resolution" in values else list(values.values()))
+        size = parse_resolution(sides)
+        return size if frames is None else parse_resolution([frames, *height_width(size)])
     except ValueError as error:
-        raise PromptError(f"{where}: {names} must be {error}") from error
-    return with_frames(size, frames)
+        raise PromptError(f"{where}: {names if frames is None else f'{names}, and frames,'} must be {error}") from error
 
 
 def _ground_truth(columns: Mapping[str, Any]) -> str | None:

@@ -272,7 +272,7 @@ class PipelinePolicy(Policy):
         With true CFG, prompt and negative prompt both get gradients, in one batch or two (`apart`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
-            raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)} images")
+            raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)}")
         if sampling.true_cfg_scale > 1 and negative is None:
             raise ValueError(f"true_cfg_scale {sampling.true_cfg_scale} needs the negative prompt's conditioning")
         return self.velocity_of(latents, sigma, [positive], [] if negative is None else [negative], sampling)

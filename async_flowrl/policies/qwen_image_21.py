@@ -89,7 +89,7 @@ def _forward(network: Any, *arguments: Any, **inputs: Any) -> Any:
     has no values to read. Other calls, such as those with the stock pipeline's cache, go to diffusers.
     """
     special = ("kv_cache", "encoder_hidden_states_mask", "attention_kwargs")
-    if arguments or len(inputs["img_shapes"][0]) > 1 or any(inputs.get(name) for name in special):
+    if arguments or len(inputs["img_shapes"][0]) > 1 or any(inputs.get(name) is not None for name in special):
         return type(network).forward(network, *arguments, **inputs)
     latents, text = network.img_in(inputs["hidden_states"]), network.txt_in(inputs["encoder_hidden_states"])
     joint, length, modulated = torch.cat([text, latents], dim=1), text.shape[1], None

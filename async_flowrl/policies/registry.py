@@ -181,7 +181,7 @@ def weights_of(model: ResolvedModel) -> Weights:
     files = sorted(set(stored.sources.values())) if model.revision is None else []
     made_of = [model.path, model.revision, file_states(files)]
     folder = str(kept_base(QuantizedWeights(stored, network, model.quantize, dtype), made_of))
-    return StoredWeights(folder, dtype=dtype)
+    return StoredWeights(folder, dtype=dtype, in_float32=family.float32_parts())
 
 
 def keep_copy(model: ResolvedModel, parts: str) -> None:

@@ -48,9 +48,8 @@ class WanPolicy(PipelinePolicy):
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
         (rows, columns), frames = self._grid(resolution), frames_of(resolution) or 1
         if frames % _FRAMES_PER_LATENT != 1:
-            below = _FRAMES_PER_LATENT * ((frames - 1) // _FRAMES_PER_LATENT) + 1
-            allowed = f"1 more than a multiple of {_FRAMES_PER_LATENT} for {self.title}"
-            raise ValueError(f"frames must be {allowed}, got {frames}, nearest: {below}")
+            nearest = _FRAMES_PER_LATENT * round((frames - 1) / _FRAMES_PER_LATENT) + 1
+            raise ValueError(f"frames must be 1, 5, 9, … for {self.title}, got {frames}, nearest: {nearest}")
         _, height, width = self._config.patch_size
         return self._config.in_channels, 1 + frames // _FRAMES_PER_LATENT, height * rows, width * columns
 

@@ -140,24 +140,28 @@ class Term:
     required: bool = True
     # The reward is called once per image instead of once per group.
     pointwise: bool = False
+    # The reward is called with videos, not with frames of them.
+    video: bool = False
     # The reward scores only evaluations, and has no part in the sum.
     held_out: bool = False
 
 
-def stills(images: ByteArray, reward: Reward, count: int | None) -> tuple[ByteArray, int]:
-    """Returns what a reward is called with, and how many of these images belong to one image or video.
+def frames_to_score(images: ByteArray, count: int | None, *, video: bool) -> tuple[ByteArray, int]:
+    """Returns what a reward is called with, and how many of these belong to one image or video.
 
-    Of videos uint8 [n, F, H, W, 3] they are `count` evenly spaced frames (None: all), [n k, H, W, 3], unless the reward
-    takes videos.
+    Of videos uint8 [n, F, H, W, 3] they are `count` evenly spaced frames (None: all), [n k, H, W, 3]. A reward of
+    videos gets those, and an image as a video of one frame.
     """
-    if images.ndim == 4 or getattr(reward, "video", False):
+    if video:
+        return images if images.ndim == 5 else images[:, None], 1
+    if images.ndim == 4:
         return images, 1
     frames = images.shape[1]
     chosen = np.linspace(0, frames - 1, min(count or frames, frames)).round().astype(int)
     return images[:, chosen].reshape(-1, *images.shape[2:]), len(chosen)
 
 
-def of_videos(result: Result, frames: int, how: str) -> Result:
+def results_of_videos(result: Result, frames: int, how: str) -> Result:
     """Returns the results of videos, by `how` (a key of OF_FRAMES), from those of `frames` images of each, in order.
 
     A text beside the score is that of the first frame.
@@ -192,7 +196,7 @@ async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Ex
     `config` has the retries of one image, the seconds before the first, and how many images are scored at a time. Of
     videos uint8 [n, F, H, W, 3], a reward without `video` gets `config.frames` frames as images.
     """
-    images, frames = stills(images, term.reward, config.frames)
+    images, frames = frames_to_score(images, config.frames, video=term.video)
     start, name, shown = time.time(), term.name, _SHOWN.repr(prompt.text)
     where, scores, retries = f"reward {name!r} on prompt {shown}", Scores((), {}), 0
 
@@ -226,7 +230,7 @@ async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Ex
             result = joined(where, await _all(scored(image, places) for image in images))
         else:
             result = group_result(where, await called(images), len(images))
-        result = of_videos(result, frames, config.frame_score)
+        result = results_of_videos(result, frames, config.frame_score)
         distances = await _distances(where, term, images[::frames], executor)
         extras = {name: result.extras} if result.extras else {}
         scores = replace(scores, by_term={name: result.scores}, extras=extras, distances=distances)

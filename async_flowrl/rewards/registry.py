@@ -36,9 +36,9 @@ REWARDS = {
     "vlm_judge": "async_flowrl.rewards.vlm_judge:VLMJudge",
 }
 
-DETERMINISTIC, POINTWISE = "deterministic", "pointwise"
+DETERMINISTIC, POINTWISE, VIDEO = "deterministic", "pointwise", "video"
 # Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py).
-FLAGS = {DETERMINISTIC: True, POINTWISE: False}
+FLAGS = {DETERMINISTIC: True, POINTWISE: False, VIDEO: False}
 # Keys of the two sections of terms.
 TRAINED, HELD_OUT = "reward.terms", "evaluate.reward.terms"
 # Names that metrics.jsonl uses itself; also those that begin with `diversity_`.
@@ -136,8 +136,8 @@ def _build(key: str, term: RewardTerm, section: str = TRAINED) -> Term:
                 raise ValueError(f"{where}: {flag} must be said at the class itself, its instance says something else")
     else:
         built = functools.partial(attribute, **term.options) if term.options else attribute
-    pointwise = _flag(where, attribute, POINTWISE)
-    return Term(key, term.weight, cast("Reward", built), required=term.required, pointwise=pointwise)
+    flags = {flag: _flag(where, attribute, flag) for flag in (POINTWISE, VIDEO)}
+    return Term(key, term.weight, cast("Reward", built), required=term.required, **flags)
 
 
 def _default_name(key: str, term: RewardTerm) -> str:

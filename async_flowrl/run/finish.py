@@ -12,7 +12,7 @@ from typing import Any
 
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import resume_command
-from async_flowrl.config.resolution import written
+from async_flowrl.config.resolution import with_frames, written
 from async_flowrl.config.schema import FULL, LORA, Config
 from async_flowrl.config.scoring_pools import ROLLOUT
 from async_flowrl.controller.context import Context
@@ -263,7 +263,8 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
     if ending.prepared.model.random:
         return "the same with model.weights=files: what random weights have learned is of no use"
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
-    size = "" if prompts[0].resolution is None else f" --resolution {written(prompts[0].resolution)}"
+    own = prompts[0].resolution
+    size = "" if own is None else f" --resolution {written(with_frames(own, ending.prepared.config.rollout.frames))}"
     folder = ending.directory.trained(ending.prepared.config.tune)
     trained = f"--{folder.name} {shlex.quote(shown(folder))}"
     out = shlex.quote(shown(ending.directory.root / "before_after.png"))

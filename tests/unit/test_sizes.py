@@ -13,6 +13,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.resolution import Resolution, configured
 from async_flowrl.config.schema import Config
 from async_flowrl.data.prompts import Keys, digest, read_prompt
+from async_flowrl.memory.model_sizes import at_largest
 from async_flowrl.run.prepare import prepare
 from async_flowrl.tickets.request import RequestBuilder, evaluation_resolution
 from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket
@@ -75,13 +76,15 @@ def test_a_prompt_that_the_model_cannot_make_is_named(tmp_path: Path) -> None:
 
 
 def test_frames_are_those_of_the_prompt_or_of_the_run(tmp_path: Path) -> None:
-    rows = [{**ROWS[0], "frames": 9}, ROWS[2], {"prompt": "red", "resolution": "5x48x32"}, ROWS[3]]
+    rows = [{**ROWS[0], "frames": "9"}, ROWS[2], {"prompt": "red", "resolution": "5x48x32"}, ROWS[3]]
     wan = ("model=tiny_wan21", "rollout.frames=5", f"data.train={prompt_file(tmp_path, *rows)}", "data.shuffle=false")
     prepared = prepare(composed(tmp_path, *wan, "prompts_per_step=4"))
     sizes = [prepared.requests.resolution(Ticket(TRAIN, 0, 0, group, 0, 0)) for group in range(4)]
     assert sizes == [(9, 32, 48), (5, 32, 32), (5, 48, 32), (5, 32, 32)]
     assert set(prepared.sizes) == set(sizes) and prepared.shapes.latents == (16, 3, 4, 6)
     assert prepared.config.rollout.resolution == (5, 32, 32)
+    largest = at_largest(prepared.config).rollout
+    assert configured(largest) == configured(prepared.at_largest.rollout) == ((9, 32, 48),)
     assert compose_config("sync", ["model=tiny_wan21", "rollout.resolution=9x32x48"]).rollout.resolution == (9, 32, 48)
     assert compose_config("one_step_off", [*wan, "rollout.resolution=[9,32,48]"]).rollout.resolution == (5, 32, 48)
 
@@ -92,7 +95,7 @@ def test_frames_are_those_of_the_prompt_or_of_the_run(tmp_path: Path) -> None:
         ("tiny_wan21", {**ROWS[0], "frames": 10}, r"prompts\.jsonl:2: frames .* 10, nearest: 9"),
         ("tiny", {**ROWS[0], "frames": 9}, r"prompts\.jsonl:2: frames .* 9$"),
         ("tiny_wan21", {"prompt": "red", "frames": 9}, r"prompts\.jsonl:2: .*got frames"),
-        ("tiny_wan21", {**ROWS[0], "frames": "many"}, r"prompts\.jsonl:2: frames .*'many'"),
+        ("tiny_wan21", {**ROWS[0], "frames": "many"}, r"prompts\.jsonl:2: .*and frames, .*'many'"),
     ],
 )
 def test_frames_that_cannot_be_made_are_named(tmp_path: Path, model: str, row: dict[str, Any], named: str) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,8 +61,12 @@ def test_the_trainer_replays_a_video(cfg: float, kind: str, shared_models: Share
     assert torch.equal(exact, torch.zeros_like(exact))
 
 
-def test_in_bfloat16_every_road_keeps_the_same_weights_in_float32() -> None:
-    model = resolve_model(replace(model_config("wan"), dtype="bfloat16"))
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_in_bfloat16_every_road_keeps_the_same_weights_in_float32(
+    quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path))
+    model = resolve_model(replace(model_config("wan"), dtype="bfloat16", quantize=quantize))
     whole, shapes = (
         dict(load_policy(model, dtype="bfloat16", device="cpu", parts=parts).transformer.named_parameters())
         for parts in ("transformer", "structure")
@@ -73,7 +78,8 @@ def test_in_bfloat16_every_road_keeps_the_same_weights_in_float32() -> None:
 
 
 def test_frames_that_a_model_cannot_make_are_refused(shared_models: SharedModels) -> None:
-    with pytest.raises(ValueError, match=r"^frames .*nearest: 9"):
-        shared_models.policy("wan").latent_shape((10, 32, 32))
+    for frames, nearest in ((8, 9), (10, 9), (4, 5), (2, 1)):
+        with pytest.raises(ValueError, match=rf"^frames .* {frames}, nearest: {nearest}$"):
+            shared_models.policy("wan").latent_shape((frames, 32, 32))
     with pytest.raises(ValueError, match=r"^frames .*5$"):
         shared_models.policy("qwen_image").latent_shape((5, 32, 32))

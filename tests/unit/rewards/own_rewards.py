@@ -125,10 +125,10 @@ class MeetsItself:
         return 1.0
 
 
-def motion(videos: ByteArray, prompt: Prompt) -> list[float]:
+def motion(videos: ByteArray, prompt: Prompt, scale: float = 1.0) -> list[float]:
     """What is different in the last frame, of videos [n, F, H, W, 3]."""
     first, last = videos[:, 0].astype(float), videos[:, -1].astype(float)
-    return [float(np.abs(b - a).mean()) for a, b in zip(first, last, strict=True)]
+    return [scale * float(np.abs(b - a).mean()) for a, b in zip(first, last, strict=True)]
 
 
 motion.video = True  # type: ignore[attr-defined]

@@ -8,18 +8,18 @@ import pytest
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.reward_worker import RewardWorker
-from async_flowrl.types import Prompt, Scores
+from async_flowrl.types import ByteArray, Prompt, Scores
 
 FRAMES = np.array([[9, 1, 2, 3, 4], [10, 11, 12, 13, 5]], dtype=np.uint8)
 VIDEOS = FRAMES[:, :, None, None, None] * np.ones((2, 5, 8, 8, 3), dtype=np.uint8)
 
 
-def score(name: str, **settings: Any) -> Scores:
-    term = RewardTerm(name=f"tests.unit.rewards.own_rewards:{name}")
+def score(name: str, images: ByteArray = VIDEOS, options: dict[str, Any] | None = None, **settings: Any) -> Scores:
+    term = RewardTerm(name=f"tests.unit.rewards.own_rewards:{name}", options=options or {})
     config = replace(RewardConfig(terms={"mine": term}, backoff=0.0), **settings)
     worker = RewardWorker(config, index=0, name="reward-0")
     try:
-        return worker.score(worker.reward.weights, Prompt(0, "a cat"), VIDEOS[:1], VIDEOS[1:])
+        return worker.score(worker.reward.weights, Prompt(0, "a cat"), images[:1], images[1:])
     finally:
         worker.close()
 
@@ -46,3 +46,5 @@ def test_a_reward_of_images_scores_evenly_spaced_frames(
 
 def test_a_reward_of_videos_gets_them_whole() -> None:
     assert score("motion", frames=1).total == (5.0, 5.0)
+    assert score("motion", options={"scale": 2.0}).total == (10.0, 10.0)
+    assert score("motion", VIDEOS[:, 0]).total == (0.0, 0.0), "an image is a video of one frame"
