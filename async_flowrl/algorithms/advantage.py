@@ -65,7 +65,9 @@ def compute_advantages(
         result = _weighted_sum({name: _normalised(groups, config) for name, groups in arrays.items()}, factors)
     if config.combine == "gdpo":
         together = np.concatenate(result)
-        result = [(group - together.mean()) / max(float(together.std()), MIN_BATCH_STD) for group in result]
+        mean, std = together.mean(), max(float(together.std()), MIN_BATCH_STD)
+        # The mean is 0 but for rounding, which must not move a group of equal rewards away from 0.
+        result = [(group - mean) / std if group.any() else group for group in result]
     if not config.permute_advantages:
         return result
     if seeds is None or len(seeds) != len(result):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, Prediction, detached
-from async_flowrl.algorithms.final_images import FinalImages, clipped, soft_clipped
+from async_flowrl.algorithms.final_images import FinalImages, bounded_advantages, clipped
 from async_flowrl.algorithms.policy_gradient import ratio_of
 
 HUBER_EPS = 1e-10
@@ -40,4 +40,4 @@ class AWM(FinalImages):
         weigh, sigma = ERROR_WEIGHTS[self.config.error_weight], batch.sigma.double()
         old = frozen.get("proximal", detached(current))
         ratio = ratio_of(weigh(old["error"], sigma) - weigh(current["error"], sigma))
-        return clipped(ratio, soft_clipped(batch.advantages, self.config), self.config.clip_range)
+        return clipped(ratio, bounded_advantages(batch.advantages, self.config), self.config.clip_range)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, Prediction
-from async_flowrl.algorithms.final_images import FinalImages, soft_clipped
+from async_flowrl.algorithms.final_images import FinalImages, bounded_advantages
 from async_flowrl.config.schema import AlgorithmConfig
 
 
@@ -31,14 +31,14 @@ class DGPO(FinalImages):
     def group_terms(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> Tensor:
         """Returns A (e(v) - e(v_r)) per row [B, 1]."""
         gain = current["error"].detach() - frozen[self.config.anchor]["error"]
-        return (soft_clipped(batch.advantages, self.config) * gain)[:, None]
+        return (bounded_advantages(batch.advantages, self.config) * gain)[:, None]
 
     def objective(
         self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns g A e(v) per row, and the share g."""
         assert batch.group_means is not None, "group_terms"
-        advantages, error = soft_clipped(batch.advantages, self.config), current["error"]
+        advantages, error = bounded_advantages(batch.advantages, self.config), current["error"]
         share = torch.sigmoid(self.config.beta * batch.group_means[:, 0])
         metrics = {"preference_weight": share}
         if "average" in frozen:

@@ -88,7 +88,7 @@ class FinalImages(GroupAdvantages, ABC):
         """Returns the loss without penalties [B] float64, and metrics per row; `frozen` has those of `needs`."""
 
 
-def soft_clipped(advantages: Tensor, config: AlgorithmConfig) -> Tensor:
+def bounded_advantages(advantages: Tensor, config: AlgorithmConfig) -> Tensor:
     """Returns the advantages [B] float64, bounded by ± adv_clip_max as `adv_clip` says."""
     bound, values = config.adv_clip_max, advantages.double()
     return bound * torch.tanh(values / bound) if config.adv_clip == "tanh" else values.clamp(-bound, bound)

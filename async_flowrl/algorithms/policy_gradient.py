@@ -133,8 +133,9 @@ class PolicyGradient(GroupAdvantages, ABC):
     def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
         """Returns per row [B] float32: step weight · importance weight or mask · surrogate + kl_coef · KL; and metrics.
 
-        Without `proximal`, the detached current prediction is used. Without `behaviour` there is no mask, and
-        importance weights only with correction=rollout_tis.
+        A teacher adds teacher_coef · its KL, and policy_coef scales the surrogate alone. Without `proximal`, the
+        detached current prediction is used. Without `behaviour` there is no mask, and importance weights only with
+        correction=rollout_tis.
         """
         proximal, behaviour = frozen.get("proximal", detached(current)), frozen.get("behaviour")
         advantages = batch.advantages.double()
@@ -165,12 +166,14 @@ class PolicyGradient(GroupAdvantages, ABC):
         metrics["kept"] = kept.double()
         for sign, rows in (("positive", advantages > 0), ("negative", advantages < 0)):
             metrics |= {f"kept_{sign}": (kept & rows).double(), f"rows_{sign}": rows.double()}
+        if (teacher := frozen.get("teacher")) is not None:
+            loss = self.config.policy_coef * loss
         if (kl := self._kl(batch, current, proximal, frozen.get("reference"))) is not None:
             loss = loss + self.config.kl_coef * kl
             metrics["kl"] = kl.detach()
-        if (teacher := frozen.get("teacher")) is not None:
+        if teacher is not None:
             distance = divergence(current["mean"], teacher["mean"], current["std"])
-            loss = self.config.policy_coef * loss + self.config.teacher_coef * distance
+            loss = loss + self.config.teacher_coef * distance
             metrics["teacher_kl"] = distance.detach()
         return LossOutput(loss.float(), metrics)
 
@@ -263,6 +266,6 @@ class PolicyGradient(GroupAdvantages, ABC):
 
 
 def uses_density(config: AlgorithmConfig, correction: str, needs_proximal_mean: bool) -> bool:
-    """Returns True if the loss needs a log-density: for a KL, importance weights, a divergence, or a clip in nats."""
-    kl = config.kl_coef > 0.0 and config.kl_form != "proximal"
+    """Returns True if the loss needs a log-density: for KL, teacher, importance weights, divergence or clip in nats."""
+    kl = (config.kl_coef > 0.0 and config.kl_form != "proximal") or config.teacher_coef > 0.0
     return kl or correction in ("mask", "tis", ROLLOUT_TIS) or config.clip_unit == "nats" or needs_proximal_mean

@@ -40,6 +40,8 @@ BUILT_IN: dict[str, type] = {
 }
 MEMBERS = ("name", "records", "needs", "vanishes_at_zero", "group_local", "predicts",
            "reads", "advantages", "select", "predict", "loss")  # fmt: skip
+# Names that `needs` may have (base.py says what they are).
+PREDICTIONS = ("proximal", "behaviour", "reference", "average", "teacher")
 
 
 def build_algorithm(run: Config) -> Algorithm:
@@ -59,7 +61,7 @@ def build_algorithm(run: Config) -> Algorithm:
     if isinstance(algorithm, PolicyGradient):
         algorithm.reach = reach_of(run)
     _check_algorithm(algorithm, config, max_staleness=max_staleness, hand_over=run.hand_over)
-    _check_compared(algorithm, config)
+    _check_averages_teachers_and_reference(algorithm, config)
     _check_steps(algorithm, config, final=final)
     _check_run(algorithm, run)
     return algorithm
@@ -92,8 +94,8 @@ def check_schedule(config: AlgorithmConfig, sigmas: Tensor, *, max_staleness: in
             std = float(sigmas[index + 1]) * math.sin(config.noise_level * math.pi / 2.0)
             if std < MIN_GAUSSIAN_STD:
                 raise ValueError(
-                    f"a cps step has std {std:.4f}; KL, correction, flow_dppo and clip_unit=nats need at least "
-                    f"{MIN_GAUSSIAN_STD}: end algorithm.sde_window_range earlier or raise algorithm.noise_level"
+                    f"a cps step has std {std:.4f}; KL, teachers, correction, flow_dppo and clip_unit=nats need at "
+                    f"least {MIN_GAUSSIAN_STD}: end algorithm.sde_window_range earlier or raise algorithm.noise_level"
                 )
     if config.max_kl_per_update is not None:
         widest = float(step_stds(sigmas, sde_type=config.sde_type, noise_level=config.noise_level).max())
@@ -177,7 +179,7 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
         raise ValueError(f"{config.name} {reason}: set algorithm.step_weight=none")
 
 
-def _check_compared(algorithm: Algorithm, config: AlgorithmConfig) -> None:
+def _check_averages_teachers_and_reference(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     """Refuses settings of an average, a teacher or a reference that the loss lacks, or does not compare with."""
     if ("average" in algorithm.needs) != (config.average_decay is not None):
         compares = "compares with a moving average" if config.average_decay is None else "compares with no average"
@@ -188,6 +190,18 @@ def _check_compared(algorithm: Algorithm, config: AlgorithmConfig) -> None:
         raise ValueError(f"{config.name} needs both to learn from a teacher, or neither, got {given}")
     if config.policy_coef != 1.0 and not config.teachers:
         raise ValueError(f"algorithm.policy_coef={config.policy_coef:g} has no effect without algorithm.teachers")
+    if config.policy_coef == 0.0 and config.zero_std_groups == "drop":
+        dropped = "algorithm.zero_std_groups=drop would leave out prompts that the teacher alone teaches"
+        raise ValueError(f"{dropped} (algorithm.policy_coef=0): set algorithm.zero_std_groups=count")
+    if config.name == DGPO.name and config.average_decay is None and config.clip_range != AlgorithmConfig().clip_range:
+        none = f"algorithm.clip_range={config.clip_range:g} has no effect with dgpo without algorithm.average_decay"
+        raise ValueError(f"{none}: set that, or leave the clip_range at {AlgorithmConfig().clip_range:g}")
+    if config.reference_cfg_scale is not None and config.anchor == "reference" and config.name in USED_BY["anchor"]:
+        guided = f"algorithm.reference_cfg_scale={config.reference_cfg_scale:g}"
+        raise ValueError(
+            f"{config.name} would compare images with a reference of other guidance, got algorithm.anchor=reference "
+            f"and {guided}: set algorithm.anchor=average, or algorithm.reference_cfg_scale=null"
+        )
     for key in ("reference_cfg_scale", "reference_every"):
         if (given := getattr(config, key)) is not None and "reference" not in algorithm.needs:
             raise ValueError(
@@ -211,6 +225,8 @@ def _check_run(algorithm: Algorithm, run: Config) -> None:
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:
     if missing := [member for member in MEMBERS if not hasattr(algorithm, member)]:
         raise ValueError(f"{config.name} is not an algorithm: it lacks {', '.join(missing)}")
+    if unknown := [name for name in algorithm.needs if name not in PREDICTIONS]:
+        raise ValueError(unknown_name(f"`needs` of {config.name}", unknown[0], PREDICTIONS))
     if missing := [key for key in algorithm.reads if key not in algorithm.predicts]:
         keys = ", ".join(algorithm.predicts) or "nothing"
         raise ValueError(f"the loss of {config.name} reads {', '.join(missing)} of a prediction, predict gives {keys}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, Prediction, detached
-from async_flowrl.algorithms.final_images import FinalImages, clipped, soft_clipped
+from async_flowrl.algorithms.final_images import FinalImages, bounded_advantages, clipped
 from async_flowrl.algorithms.policy_gradient import ratio_of
 from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.transfers import upload
@@ -46,7 +46,7 @@ class VGRPO(FinalImages):
             over_levels(batch, batch.sigma.double() * one["error"] / one["deviation"])
             for one in (current, frozen.get("proximal", detached(current)))
         )
-        return clipped(ratio_of(old - new), soft_clipped(batch.advantages, self.config), self.config.clip_range)
+        return clipped(ratio_of(old - new), bounded_advantages(batch.advantages, self.config), self.config.clip_range)
 
 
 def over_levels(batch: MicroBatch, values: Tensor) -> Tensor:

@@ -259,7 +259,8 @@ class AlgorithmConfig:
     """std: divide by the reward std. none: only subtract the mean (Dr.GRPO)."""
     zero_std_groups: str = setting("count", choices=("count", "drop"))
     """Groups whose images all have the same reward. count: they count in the mean over the rows of a step. drop: they
-    are not trained at all, their KL neither, and the mean is over the rows that are (flow_grpo's code)."""
+    are not trained at all, by their KL or teacher neither, and the mean is over the rows that are (flow_grpo's code);
+    not with policy_coef=0."""
     combine: str = setting("sum", choices=("sum", "per_reward", "gdpo"))
     """With several rewards: sum adds the weighted rewards, then normalises; per_reward normalises each, then adds them
     with their weights; gdpo then whitens the sums over the batch, which needs hand_over=batch."""
@@ -298,10 +299,12 @@ class AlgorithmConfig:
     anchor: str = setting("reference", choices=("reference", "average"))
     """For dgpo and crd: weights whose error is the baseline of an image, the reference's or the moving average's."""
     reference_cfg_scale: float | None = setting(None, at_least=0)
-    """Scale of classifier-free guidance of the reference, for algorithms on final images; null = as the images."""
+    """Scale of classifier-free guidance of the reference, for algorithms on final images; null = as the images.
+    With dgpo and crd it needs anchor=average."""
     teachers: dict[str, str] = field(default_factory=dict)
     """Label → LoRA file or folder that teaches the prompts with this label in their column `teacher`; a single one
-    teaches all prompts. For tune=lora; the rank is at most lora.rank, the layers are those of lora.targets."""
+    also teaches prompts without a label. For tune=lora; the rank is at most lora.rank, the layers are those of
+    lora.targets."""
     teacher_coef: float = setting(0.0, at_least=0)
     """Coefficient of the distance to the teacher: the KL per trained step (exact, per latent element), for algorithms
     on final images the squared distance of velocities. Above 0 it costs a forward pass of the teacher."""

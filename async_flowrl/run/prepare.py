@@ -203,7 +203,7 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     check_rollout(config, policy)
     tuning = tuning_of(config)
     tuning.check(policy)
-    check_teachers(config, policy, data.train if len(teachers) > 1 else ())
+    check_teachers(config, policy, data.train if teachers else ())
     if config.in_shares:
         check_shares(policy, tuning.parameters(policy.transformer).values(), config.trainer.num_workers)
 

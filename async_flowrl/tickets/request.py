@@ -173,9 +173,9 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
 
 def teacher_of(teachers: Mapping[str, str], prompt: Prompt) -> str:
     """Returns the label of the prompt's teacher in `algorithm.teachers`, "" without any. ValueError for another one."""
-    if len(teachers) < 2:
-        return next(iter(teachers), "")
     label = prompt.metadata.get("teacher")
+    if not teachers or (len(teachers) == 1 and not label):
+        return next(iter(teachers), "")
     if label not in teachers:
         which = f"has teacher={label!r}, algorithm.teachers are {', '.join(teachers)}"
         raise ValueError(f"prompt {prompt.text!r} {which}: give each prompt a column `teacher` with one of these")

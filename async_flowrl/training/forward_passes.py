@@ -42,6 +42,8 @@ from async_flowrl.types import Conditioning, EncoderInput, Span
 
 # Number of rows whose log-probs are recomputed per batch under the behaviour weights, to compare the two engines.
 PROBED_ROWS = 4
+# Predictions that `Algorithm.group_terms` gets: those that are there before a group's parts are trained.
+OF_GROUPS = ("reference", "average")
 
 
 @dataclass
@@ -169,7 +171,8 @@ class ForwardPasses:
             of_batch["behaviour"] = detached(current)
         needed = {name: of for name, of in of_batch.items() if name in algorithm.needs}
         if batch.group_means is None and (terms := getattr(algorithm, "group_terms", None)) is not None:
-            batch = replace(batch, group_means=means_of_levels(batch, terms(batch, detached(current), needed)))
+            seen = {name: of for name, of in needed.items() if name in OF_GROUPS}
+            batch = replace(batch, group_means=means_of_levels(batch, terms(batch, detached(current), seen)))
         return algorithm.loss(batch, current, needed), of_batch.get("behaviour")
 
     def group_sums(self, group: Group, part: Part, measured: UpdateMetrics) -> list[list[float]]:
@@ -180,7 +183,7 @@ class ForwardPasses:
             current = self.predict(group, batches)
         sums = list[Tensor]()
         for index, batch in enumerate(batches):
-            frozen = {name: of[index] for name, of in compared.items()}
+            frozen = {name: of[index] for name, of in compared.items() if name in OF_GROUPS}
             terms: Tensor = cast("Any", self._inputs.algorithm).group_terms(batch, current[index], frozen)
             by_level = terms.reshape(len(set(batch.steps.tolist())), -1, terms.shape[-1])
             sums.append(by_level.sum(dim=1))

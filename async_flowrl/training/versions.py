@@ -44,7 +44,8 @@ class Versions:
         self.sampling: Tensor | None = parameters.snapshot() if samples_from_average(algorithm) else None
         self.average: Tensor | None = parameters.snapshot() if algorithm.average_decay is not None else None
         # The reference that `reference_every` renews.
-        self.renewed: Tensor | None = parameters.snapshot() if algorithm.reference_every is not None else None
+        renews = algorithm.reference_every is not None
+        self.renewed_reference: Tensor | None = parameters.snapshot() if renews else None
         self.ema: Tensor | None = parameters.snapshot() if config.trainer.ema_decay is not None else None
         # The last max_staleness + 1 versions; images that are not trained yet can have only these versions.
         self.retained: dict[int, Tensor] = {}
@@ -68,8 +69,8 @@ class Versions:
         for flat, decay in ((self.sampling, algorithm.old_policy_decay), (self.average, algorithm.average_decay)):
             if flat is not None and decay is not None:
                 update_average([flat], [self._parameters.values.data], DECAYS[decay](steps))
-        if self.renewed is not None and (step + 1) % cast("int", algorithm.reference_every) == 0:
-            self.renewed.copy_(self._parameters.values.data)
+        if self.renewed_reference is not None and (step + 1) % cast("int", algorithm.reference_every) == 0:
+            self.renewed_reference.copy_(self._parameters.values.data)
         self.retain(step + 1)
 
     def retain(self, version: int) -> None:
@@ -130,8 +131,8 @@ class Versions:
 
     def reference(self, *, needed: bool) -> Tensor | None:
         """Returns the flat weights of the KL's reference; None without one, or if it is the bare base."""
-        if self.renewed is not None:
-            return self.renewed
+        if self.renewed_reference is not None:
+            return self.renewed_reference
         if self._config.lora.path is not None:
             # A warm start is the policy to stay close to, not the bare base model.
             return self._parameters.snapshot()
@@ -163,7 +164,8 @@ class Versions:
         self._changed = None
 
     def _averages(self) -> dict[str, Tensor]:
-        averages = {"ema": self.ema, "sampling": self.sampling, "average": self.average, "reference": self.renewed}
+        averages = {"ema": self.ema, "sampling": self.sampling, "average": self.average}
+        averages["reference"] = self.renewed_reference
         return {name: flat for name, flat in averages.items() if flat is not None}
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:

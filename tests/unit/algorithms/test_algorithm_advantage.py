@@ -43,6 +43,13 @@ def test_constant_groups_are_exactly_zero(value: float, fields: dict[str, object
     assert [is_constant(group) for group in groups].count(True) * 2 == len(groups)
 
 
+def test_whitening_leaves_a_group_of_equal_rewards_at_zero() -> None:
+    drawn = np.random.default_rng(0).standard_normal((7, 8))
+    groups = [np.full(8, 0.7), *drawn]
+    constant, *others = compute_advantages({"r": groups, "s": groups}, AlgorithmConfig(combine="gdpo"))
+    assert not constant.any() and np.std([constant, *others]) == pytest.approx(1.0)
+
+
 def test_weighted_sum_and_per_reward() -> None:
     rewards = {"ocr": [np.array([0.0, 1.0, 1.0])], "size": [np.array([100.0, 300.0, 500.0])]}
     weights = {"ocr": 2.0, "size": 0.01}

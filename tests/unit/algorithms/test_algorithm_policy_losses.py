@@ -144,6 +144,21 @@ def test_vanishing_at_zero_means_no_gradient() -> None:
     assert not policy_gradient(kl_coef=0.1).vanishes_at_zero
 
 
+def test_policy_coef_scales_the_surrogate_alone() -> None:
+    """Not the KL to the reference, and not the teacher's."""
+    batch, nets = rows(STEPS, ADVANTAGES), networks()
+    nets["teacher"] = nudged(nets["current"], 0.5, seed=9)
+    fields: dict[str, Any] = {"noise_level": 0.8, "teachers": {"a": "x"}, "teacher_coef": 2.0, "kl_form": "exact"}
+    half = policy_gradient(policy_coef=0.5, kl_coef=3.0, **fields)
+    predictions = {name: half.predict(batch, network) for name, network in nets.items()}
+    frozen = {name: predictions[name] for name in half.needs}
+    output = half.loss(batch, predictions["current"], frozen)
+    surrogate = policy_gradient(noise_level=0.8).loss(batch, predictions["current"], {"proximal": frozen["proximal"]})
+    distances = 3.0 * output.metrics["kl"] + 2.0 * output.metrics["teacher_kl"]
+    assert torch.allclose(output.loss.double(), 0.5 * surrogate.loss.double() + distances, rtol=1e-5)
+    assert (output.metrics["kl"] > 0.0).all()
+
+
 def test_kept_marks_exactly_the_rows_with_gradient() -> None:
     nets = networks()
     for name in ("flow_grpo", "grpo_guard", "flow_dppo"):

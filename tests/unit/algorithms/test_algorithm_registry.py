@@ -18,6 +18,7 @@ from async_flowrl.algorithms.registry import (
     NOISY,
     USED_BY,
     build_algorithm,
+    check_schedule,
     resolve_correction,
     unused_field,
 )
@@ -37,6 +38,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "dgpo": {},
     "crd": {},
 }
+
+
+TAUGHT: dict[str, Any] = {"teachers": {"a": "a.safetensors"}, "teacher_coef": 1.0}
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -131,6 +135,38 @@ def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_own_algorithm_by_path(own: types.ModuleType) -> None:
     algorithm: Any = build(name="own_algorithms:Mine", options={"strength": 3.0}, correction="mask")
     assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and "behaviour" in algorithm.needs
+
+
+def test_an_own_algorithm_may_need_only_predictions_that_there_are(own: types.ModuleType) -> None:
+    own.Misspelt = type("Misspelt", (own.OnImages,), {"uses": ("references",)})
+    with pytest.raises(ValueError, match="'references'; did you mean 'reference'"):
+        build(name="own_algorithms:Misspelt", final_images=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"name": "dgpo", "clip_range": 0.01}, "average_decay"),
+        ({"name": "crd", "reference_cfg_scale": 4.5, "kl_coef": 0.1}, "anchor"),
+        ({"name": "dgpo", "reference_cfg_scale": 4.5}, "anchor"),
+        (
+            {"teachers": {"a": "x"}, "teacher_coef": 1.0, "policy_coef": 0.0, "zero_std_groups": "drop"},
+            "zero_std_groups",
+        ),
+    ],
+)
+def test_settings_that_a_comparison_would_ignore_or_break_are_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"algorithm\.{named}"):
+        build(**fields)
+
+
+def test_a_teacher_needs_steps_with_a_density() -> None:
+    """The last noisy cps step has std 0.016, and a KL between such narrow Gaussians is extreme."""
+    sigmas = torch.tensor([1.0, 0.5, 0.05, 0.0])
+    fields: dict[str, Any] = {"sde_type": "cps", "noise_level": 0.2, "max_kl_per_update": None}
+    check_schedule(AlgorithmConfig(**fields), sigmas, max_staleness=1)
+    with pytest.raises(ValueError, match=r"std 0\.0155"):
+        check_schedule(AlgorithmConfig(**fields, **TAUGHT), sigmas, max_staleness=1)
 
 
 OTHER: dict[str, Any] = {

@@ -97,3 +97,32 @@ def test_a_group_that_is_cut_has_the_gradient_of_the_whole_group(name: str) -> N
     scale = float(gradients[0].abs().max())
     assert torch.allclose(gradients[1], gradients[0], rtol=0, atol=1e-4 * scale)
     assert not torch.allclose(gradients[2], gradients[0], rtol=0, atol=1e-2 * scale)
+
+
+def test_the_average_that_a_loss_compares_with_follows_the_weights_at_its_pace() -> None:
+    config = rig.tiny_config()
+    config.algorithm.name, config.algorithm.sde_type = "awm", "ode"
+    config.algorithm.average_decay, config.algorithm.average_coef = "rising", 1.0
+    worker, sampler = rig.trainer(config), rig.Sampler(config)
+    expected, distances = worker.parameters.values.data.double(), []
+    for step in (0, 1):
+        distances.append(rig.update(worker, step, [sampler.group(step, 0)]).metrics["average_kl"])
+        decay = 0.25 + 0.005 * (step + 1)
+        expected = decay * expected + (1.0 - decay) * worker.parameters.values.data.double()
+    assert worker.versions.average is not None
+    assert torch.allclose(worker.versions.average.double(), expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(worker.parameters.values.data.double(), expected, rtol=0, atol=1e-4)
+    assert distances[0] == 0.0 < distances[1]
+
+
+def test_a_reference_has_the_guidance_that_it_is_given() -> None:
+    """An untrained LoRA is the reference, so only other guidance gives a distance."""
+    distances = []
+    for scale in (None, 3.0, 5.0):
+        config = rig.tiny_config()
+        config.algorithm.name, config.algorithm.sde_type, config.algorithm.kl_coef = "diffusion_nft", "ode", 0.1
+        config.algorithm.reference_cfg_scale, config.rollout.true_cfg_scale = scale, 1.0
+        worker, sampler = rig.trainer(config), rig.Sampler(config)
+        worker.update.set_negatives(sampler.negatives())
+        distances.append(rig.update(worker, 0, [sampler.group(0, 0)]).metrics["kl"])
+    assert distances[0] == 0.0 < 3.0 * distances[1] < distances[2]
