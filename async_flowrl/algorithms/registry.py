@@ -196,7 +196,7 @@ def _check_averages_teachers_and_reference(algorithm: Algorithm, config: Algorit
     if config.name == DGPO.name and config.average_decay is None and config.clip_range != AlgorithmConfig().clip_range:
         none = f"algorithm.clip_range={config.clip_range:g} has no effect with dgpo without algorithm.average_decay"
         raise ValueError(f"{none}: set that, or leave the clip_range at {AlgorithmConfig().clip_range:g}")
-    if config.reference_cfg_scale is not None and config.anchor == "reference" and config.name in USED_BY["anchor"]:
+    if config.name == CRD.name and config.reference_cfg_scale is not None and config.anchor == "reference":
         guided = f"algorithm.reference_cfg_scale={config.reference_cfg_scale:g}"
         raise ValueError(
             f"{config.name} would compare images with a reference of other guidance, got algorithm.anchor=reference "

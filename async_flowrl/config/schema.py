@@ -300,7 +300,7 @@ class AlgorithmConfig:
     """For dgpo and crd: weights whose error is the baseline of an image, the reference's or the moving average's."""
     reference_cfg_scale: float | None = setting(None, at_least=0)
     """Scale of classifier-free guidance of the reference, for algorithms on final images; null = as the images.
-    With dgpo and crd it needs anchor=average."""
+    With crd it needs anchor=average."""
     teachers: dict[str, str] = field(default_factory=dict)
     """Label → LoRA file or folder that teaches the prompts with this label in their column `teacher`; a single one
     also teaches prompts without a label. For tune=lora; the rank is at most lora.rank, the layers are those of

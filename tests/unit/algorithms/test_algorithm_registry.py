@@ -148,7 +148,6 @@ def test_an_own_algorithm_may_need_only_predictions_that_there_are(own: types.Mo
     [
         ({"name": "dgpo", "clip_range": 0.01}, "average_decay"),
         ({"name": "crd", "reference_cfg_scale": 4.5, "kl_coef": 0.1}, "anchor"),
-        ({"name": "dgpo", "reference_cfg_scale": 4.5}, "anchor"),
         (
             {"teachers": {"a": "x"}, "teacher_coef": 1.0, "policy_coef": 0.0, "zero_std_groups": "drop"},
             "zero_std_groups",
