@@ -24,7 +24,7 @@ def test_the_schedule_falls_from_one_to_zero_and_sizes_that_do_not_fit_are_refus
     with pytest.raises(ValueError, match=r"multiple of (16|32), got 40, nearest: 32"):
         policy.latent_shape(40)
     positive, _ = conditioning(policy)
-    with pytest.raises(ValueError, match="not those of 64 px images"):
+    with pytest.raises(ValueError, match="not those of 64 px"):
         policy.velocity(latents(policy), torch.ones(N), positive, None, replace(how(family), resolution=64))
     with pytest.raises(ValueError, match="needs the negative prompt"):
         policy.velocity(latents(policy), torch.ones(N), positive, None, how(family, cfg=4.0))
