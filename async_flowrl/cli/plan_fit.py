@@ -187,11 +187,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
     parser.add_argument("--cards", default=",".join(HARDWARE), metavar="[NODESx]CARDSxGB,…", help="as 4x24,2x8x80")
     parser.add_argument("words", nargs="*", metavar="EXPERIMENT", help=f"default: {' '.join(RECIPES)}")
-    parser.epilog = "Words with = are overrides of all recipes, such as evaluate.reward.terms.judge.workers=2."
+    parser.epilog = (
+        "Words with = are overrides of all recipes, such as evaluate.reward.terms.judge.workers=2; "
+        "a model=NAME without a recipe is planned with its family's values."
+    )
     options = parser.parse_intermixed_args(arguments)
     experiments = [word for word in options.words if "=" not in word]
     overrides = [word for word in options.words if "=" in word]
     kinds = [Hardware.of(name) for name in options.cards.split(",")]
-    answers = [answer([f"experiment={name}", *overrides], kind) for name in experiments or RECIPES for kind in kinds]
+    recipes = [[f"experiment={name}"] for name in experiments or RECIPES]
+    if not experiments and any(word.startswith(("model=", "model.path=")) for word in overrides):
+        recipes = [[]]
+    answers = [answer([*recipe, *overrides], kind) for recipe in recipes for kind in kinds]
     rows = [asdict(row) for row in answers]
     sys.stdout.write(json.dumps(rows, indent=2) + "\n" if options.json else markdown(answers))

@@ -1,5 +1,6 @@
 """Tests of `async-flowrl plan --fit`: the recipes that fit a machine, and the pool sizes that it tries."""
 
+import json
 import shlex
 from collections.abc import Sequence
 
@@ -105,3 +106,10 @@ def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monke
     assert tried[-1].trainer.num_workers == tried[-1].rollout.num_workers == 4
     small = answer("sd35_ocr", Hardware.of("1x24"))
     assert not small.fits and small.lacking == "process that samples and trains"
+
+
+def test_a_model_without_a_recipe_has_its_familys_values(capsys: pytest.CaptureFixture[str]) -> None:
+    fit.main(["--json", "--cards", "2x80", "model=tiny_wan21", "rollout.frames=5", "reward=sharpness"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["fits"] and row["experiment"] == "model=tiny_wan21"
+    assert row["words"][1:4] == ["model=tiny_wan21", "rollout.frames=5", "reward=sharpness"]
