@@ -24,7 +24,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     model, size = plan.model, in_pixels(sized(config.rollout, config.rollout.resolution))
     title = (
         f"{config.model.path}: {model.base_parameters / 1e9:.2f} B parameters in {model.blocks} blocks, "
-        f"{model.adapter_parameters / 1e6:.1f} M trained, images of {size}"
+        f"{model.adapter_parameters / 1e6:.1f} M trained, at {size}"
     )
     verdicts = [judged(process, config, round(device_gib * GIB)) for process in processes(config)]
     sizes = {

@@ -66,6 +66,12 @@ def with_frames(resolution: Resolution, frames: int | None) -> Resolution:
     return frames, *height_width(resolution)
 
 
+def spaced_frames(frames: int, count: int) -> list[int]:
+    """Returns the places of at most `count` frames, evenly spaced from the first to the last of `frames`."""
+    count = min(count, frames)
+    return [round(place * (frames - 1) / max(1, count - 1)) for place in range(count)]
+
+
 def pixels(resolution: Resolution) -> int:
     """Returns the number of pixels, of a video in all its frames."""
     return math.prod(height_width(resolution)) * (frames_of(resolution) or 1)

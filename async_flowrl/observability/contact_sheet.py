@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from async_flowrl.config.resolution import spaced_frames
 from async_flowrl.types import ByteArray
 
 FRAMES = 4  # Most frames of a video that a sheet shows.
@@ -14,6 +15,4 @@ def contact_sheets(images: ByteArray) -> ByteArray:
     """
     if images.ndim == 4:
         return images
-    frames = images.shape[1]
-    chosen = images[:, np.linspace(0, frames - 1, min(frames, FRAMES)).round().astype(int)]
-    return np.concatenate(list(chosen.swapaxes(0, 1)), axis=2)
+    return np.concatenate([images[:, place] for place in spaced_frames(images.shape[1], FRAMES)], axis=2)

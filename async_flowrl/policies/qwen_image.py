@@ -194,27 +194,11 @@ def tiny_tokenizer() -> Any:
 def tiny_text_encoder(tokenizer: Any) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in _TINY_SPECIAL}
-    text = {
-        "hidden_size": tiny.TEXT_DIM,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": 2048,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
-        "bos_token_id": ids["endoftext"],
-        "eos_token_id": ids["im_end"],
-        "pad_token_id": ids["endoftext"],
-    }
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "fullatt_block_indexes": [0]}
+    text, vision, ids = tiny.qwen_vl(tokenizer)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
     config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config={**vision, "out_hidden_size": tiny.TEXT_DIM},
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
+        text_config={**text, "max_position_embeddings": 2048, "rope_parameters": rope},
+        vision_config={**vision, "fullatt_block_indexes": [0]},
+        **ids,
     )
     return Qwen2_5_VLForConditionalGeneration(config)

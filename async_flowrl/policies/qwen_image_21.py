@@ -202,27 +202,11 @@ def tiny_pipeline(config: TinyConfig) -> Any:
 def tiny_text_encoder(tokenizer: Any) -> Any:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    ids = {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in (*tiny.SPECIAL, *_VISION)}
-    text = {
-        "hidden_size": tiny.TEXT_DIM,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": len(tokenizer),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]},
-        "bos_token_id": ids["endoftext"],
-        "eos_token_id": ids["im_end"],
-        "pad_token_id": ids["endoftext"],
-    }
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]}
+    text, vision, ids = tiny.qwen_vl(tokenizer)
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2]}
     config = Qwen3VLConfig(
-        text_config=text,
-        vision_config={**vision, "out_hidden_size": tiny.TEXT_DIM, "num_position_embeddings": 16},
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
+        text_config={**text, "head_dim": 16, "rope_parameters": rope},
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **ids,
     )
     return Qwen3VLForConditionalGeneration(config)

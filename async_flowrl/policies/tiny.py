@@ -118,6 +118,26 @@ def byte_tokenizer(**options: Any) -> Any:
     return Qwen2Tokenizer(vocab={entry: i for i, entry in enumerate(entries)}, merges=[], **options)
 
 
+def qwen_vl(tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """Returns settings of a tiny Qwen-VL: of its text part, of its vision part, and the ids of its vision tokens."""
+    end, pad = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("im_end", "endoftext"))
+    text = {
+        "hidden_size": TEXT_DIM,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tokenizer),
+        "bos_token_id": pad,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": TEXT_DIM}
+    marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for name, mark in marks.items()}
+    return text, vision, ids
+
+
 def clip_text_encoder(kind: Any, tokenizer: Any) -> Any:
     """Returns a text encoder of class `kind`, which is CLIPTextModel or CLIPTextModelWithProjection."""
     from transformers import CLIPTextConfig

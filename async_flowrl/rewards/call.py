@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.config.error_text import in_one_line, shortened
+from async_flowrl.config.resolution import spaced_frames
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.rewards.base import PromptRefused, Reward, RewardError
 from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Scores, Span
@@ -156,8 +157,7 @@ def frames_to_score(images: ByteArray, count: int | None, *, video: bool) -> tup
         return images if images.ndim == 5 else images[:, None], 1
     if images.ndim == 4:
         return images, 1
-    frames = images.shape[1]
-    chosen = np.linspace(0, frames - 1, min(count or frames, frames)).round().astype(int)
+    chosen = spaced_frames(images.shape[1], count or images.shape[1])
     return images[:, chosen].reshape(-1, *images.shape[2:]), len(chosen)
 
 
