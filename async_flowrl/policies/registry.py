@@ -174,14 +174,15 @@ def weights_of(model: ResolvedModel) -> Weights:
         if model.quantize is None:
             return drawn
         return QuantizedWeights(drawn, family.structure(folder, dtype), model.quantize, dtype)
-    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision, in_float32=family.float32_parts())
+    in_float32 = family.float32_parts() if isinstance(family, PipelineFamily) else frozenset()
+    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision, in_float32=in_float32)
     if model.quantize is None:
         return stored
     network = family.structure(model.path, dtype, model.revision)
     files = sorted(set(stored.sources.values())) if model.revision is None else []
     made_of = [model.path, model.revision, file_states(files)]
     folder = str(kept_base(QuantizedWeights(stored, network, model.quantize, dtype), made_of))
-    return StoredWeights(folder, dtype=dtype, in_float32=family.float32_parts())
+    return StoredWeights(folder, dtype=dtype, in_float32=in_float32)
 
 
 def keep_copy(model: ResolvedModel, parts: str) -> None:

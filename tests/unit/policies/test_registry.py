@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from async_flowrl.config.schema import ModelConfig, TinyConfig
-from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
 from async_flowrl.policies.tiny import build_tiny
 from tests.support.tiny import tiny_policy
+from tests.support.video import build_video
 
 
 def test_a_local_folder_is_resolved_like_tiny(tmp_path: Path) -> None:
@@ -83,3 +84,10 @@ def test_two_loads_and_both_parts_give_equal_bits_in_aligned_memory() -> None:
         assert all(torch.equal(parameters[name], names[name]) for name in names)
         assert all(parameter.data_ptr() % 64 == 0 for parameter in parameters.values())
         assert not any(parameter.requires_grad for parameter in parameters.values())
+
+
+def test_the_weights_of_a_family_of_ones_own_are_those_of_its_files(tmp_path: Path) -> None:
+    folder = build_video(tmp_path)
+    model = resolve_model(ModelConfig(path=str(folder), family="tests.support.video:VideoFamily"))
+    files = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {name: tensor.shape for name, tensor in weights_of(model).items()} == {n: t.shape for n, t in files.items()}
