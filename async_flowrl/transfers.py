@@ -15,6 +15,13 @@ from torch import Tensor, nn
 # network's weights wait in host memory (`Parked`), so that nothing is loaded beside the models that have its place.
 ONE_AT_A_TIME = threading.RLock()
 
+HOST = torch.device("cpu")
+
+
+def memory_of(where: str, device: torch.device) -> torch.device:
+    """Returns the device in whose memory something of `device` is kept; `where` is host or device."""
+    return HOST if where == "host" else device
+
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor to `device`; to CUDA through pinned memory, only queued on the current stream."""

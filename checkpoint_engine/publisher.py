@@ -167,11 +167,15 @@ class Publisher(SealedVersions):
         alpha: float | None = None,
         rank: int | None = None,
         retain: int = 2,
+        memory: torch.device | None = None,
     ) -> None:
-        """`tensors` are the live tensors, `dtypes` (name → dtype) those that are sent (None: their own)."""
+        """`tensors` are the live tensors, `dtypes` (name → dtype) those that are sent (None: their own).
+
+        Versions are staged in the memory of the device `memory`, where what `stage` is given must be (None: `tensors`).
+        """
         layout = Layout.of(tensors, dtypes)
         self.tensors = dict(tensors)
-        self._device = next(iter(tensors.values())).device
+        self._device = memory or next(iter(tensors.values())).device
         on_host = self._device.type == "cpu"
         super().__init__(layout, stream, alpha=alpha, rank=rank, retain=retain, pinned=not on_host)
         self._side = SideStream.of(self._device)

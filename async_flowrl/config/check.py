@@ -393,6 +393,8 @@ def nccl_obstacle(config: Config) -> str | None:
         return "with placement=shared no weights are sent: each worker trains the weights that it samples with"
     if config.versions_on_host:
         return "rollout workers keep their versions in host memory (rollout.versions_on)"
+    if config.trainer.versions_on == "host":
+        return "trainer ranks keep their versions in host memory (trainer.versions_on)"
     if config.rollout.engine == "vllm_omni":
         return "rollout.engine=vllm_omni receives weights in host memory"
     for key, gpus in (("trainer.gpus_per_worker", trainer), ("rollout.gpus_per_worker", rollout)):

@@ -97,7 +97,7 @@ class MemoryPlan:
     model: Sizes
     trainer: Footprint
     rollout: Footprint
-    host: int  # Pinned host memory of a trainer rank; with a LoRA 0, unless `trainer.cpu_offload` is on.
+    host: int  # Host memory of a trainer rank: pinned, and by `trainer.sum_on` and `trainer.versions_on`.
     ring: int  # Versions that a rollout worker keeps in host memory; 0 if it keeps them on its device.
     snapshot: int  # Copy in host memory of what a checkpoint holds, on each trainer rank that writes one.
     ticket_bytes: int  # Images and trajectory of one ticket in the object store.
@@ -113,7 +113,7 @@ def plan_memory(config: Config) -> MemoryPlan:
         model=model,
         trainer=planned_trainer(config),
         rollout=planned_rollout(config),
-        host=host_bytes(config, model),
+        host=host_bytes(config, model) + aside_bytes(config, model),
         ring=ring_bytes(config, model),
         snapshot=snapshot_bytes(config, model),
         ticket_bytes=ticket_bytes(config, shapes),
@@ -150,7 +150,7 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     # `versions`: those retained, and two slots per stream from which versions are sent; shares are gathered in host
     # memory. `masters`, float32: the moving averages, a warm start, and a copy of the live values while a version
     # replaces them.
-    versions = config.live_versions + (0 if config.in_shares else 2 * streams(config))
+    versions = 0 if trainer.versions_on == "host" else kept_and_staged(config)
     masters = moving_averages(config) + (config.lora.path is not None) + len(config.algorithm.teachers) + 1
     if model.full:
         whole = _full_parts(config, model, activations, versions, masters)
@@ -159,7 +159,7 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
         "base weights": model.base_bytes + model.buffer_bytes,
         "adapter and its gradient": 2 * vector,
         "optimizer": 2 * vector,
-        "sum of the gradients": _sum_bytes(config, model),
+        "sum of the gradients": sum_bytes(config, model) if config.trainer.sum_on == "device" else 0,
         "versions of the adapter": versions * model.version_bytes + masters * vector,
         "activations": activations,
     }
@@ -169,11 +169,25 @@ def trainer_footprint(config: Config, model: Sizes, activations: int = 0) -> Foo
     return Footprint(parts)
 
 
-def _sum_bytes(config: Config, model: Sizes) -> int:
-    # Bytes of the int64 sum of the gradients on one rank. With several ranks there are two buffers: the rank's own sum
-    # and the sum over all ranks. Afterwards a buffer is used for the weights before the step, so these are not counted
-    # again.
-    return (2 if config.trainer.num_workers > 1 else 1) * model.adapter_parameters * INT64_BYTES
+def kept_and_staged(config: Config) -> int:
+    return config.live_versions + (0 if config.in_shares else 2 * streams(config))
+
+
+def sum_bytes(config: Config, model: Sizes) -> int:
+    """Returns the bytes of the int64 sum of the gradients of one rank, wherever it is."""
+    # With several ranks that do not share it there are two buffers: the rank's own sum and the sum over all ranks. On
+    # the device a buffer is used afterwards for the weights before the step, so these are not counted again.
+    one, ranks = model.adapter_parameters * INT64_BYTES, config.trainer.num_workers
+    return -(-one // ranks) if config.in_shares else one * min(2, ranks)
+
+
+def aside_bytes(config: Config, model: Sizes) -> int:
+    """Returns the bytes of a trainer rank in host memory by `trainer.sum_on` and `trainer.versions_on`."""
+    # Buffers from which whole weights are sent are counted by `host_bytes`.
+    versions = config.live_versions if model.full else kept_and_staged(config)
+    versions = versions * model.version_bytes // (config.trainer.num_workers if config.in_shares else 1)
+    places = ((config.trainer.sum_on, sum_bytes(config, model)), (config.trainer.versions_on, versions))
+    return sum(size for where, size in places if where == "host")
 
 
 def _full_parts(config: Config, model: Sizes, activations: int, versions: int, masters: int) -> dict[str, int]:
@@ -187,7 +201,7 @@ def _full_parts(config: Config, model: Sizes, activations: int, versions: int, m
         "base weights": model.base_bytes + model.buffer_bytes - (0 if beside_masters else vector),
         "masters and their gradient": 2 * vector,
         "optimizer": 2 * vector,
-        "sum of the gradients": _sum_bytes(config, model),
+        "sum of the gradients": sum_bytes(config, model) if config.trainer.sum_on == "device" else 0,
         "versions of the weights": (versions + reference) * model.version_bytes + masters * vector,
         "activations": activations,
     }
@@ -195,7 +209,7 @@ def _full_parts(config: Config, model: Sizes, activations: int, versions: int, m
 
 def _share(parts: Mapping[str, int], model: Sizes, ranks: int) -> dict[str, int]:
     # Name → bytes for one of `ranks` ranks that share what they train. FSDP2 keeps the trained weights in float32
-    # beside the masters, and frozen weights in their own dtype. There is a single buffer for the sum of the gradients.
+    # beside the masters, and frozen weights in their own dtype.
     trained, frozen = model.adapter_parameters, model.base_bytes - model.version_bytes
     counted = {"base weights", "activations", "sum of the gradients"}
     shares = {name: math.ceil(size / ranks) for name, size in parts.items() if name not in counted}
@@ -203,7 +217,7 @@ def _share(parts: Mapping[str, int], model: Sizes, ranks: int) -> dict[str, int]
     return {
         "base weights": model.buffer_bytes + math.ceil((frozen + FLOAT32_BYTES * trained) / ranks),
         **shares,
-        "sum of the gradients": math.ceil(2 * FLOAT32_BYTES * trained / ranks),
+        "sum of the gradients": parts["sum of the gradients"],
         "activations": parts["activations"],
         "gathered blocks": model.root_bytes + math.ceil(blocks * model.block_bytes),
     }

@@ -16,6 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER
 from async_flowrl.memory.footprints import (
     GIB,
+    aside_bytes,
     host_bytes,
     in_one,
     ring_bytes,
@@ -45,16 +46,16 @@ def rank_bytes(config: Config, model: Sizes, *, on_gpu: bool, sends: bool = True
     `sends` is for a rank that sends versions. On a GPU they are pinned buffers. Versions that may never be held
     are left out.
     """
-    shared = placement_of(config).together
+    shared, aside = placement_of(config).together, aside_bytes(config, model)
     if on_gpu:
         pinned = host_bytes(config, model, certain=True) if sends or not model.full else 0
-        return pinned + (rollout_bytes(config, model, on_gpu=True) if shared else 0)
+        return aside + pinned + (rollout_bytes(config, model, on_gpu=True) if shared else 0)
     trainer = trainer_footprint(config, model)
     if not shared:
         gathered = host_bytes(config, model, certain=True) if sends and model.full and config.in_shares else 0
-        return trainer.resident + gathered
+        return aside + trainer.resident + gathered
     both = in_one(trainer, rollout_footprint(config, model), full=model.full)
-    return both.resident + ring_bytes(config, model, pinned=False, certain=True)
+    return aside + both.resident + ring_bytes(config, model, pinned=False, certain=True)
 
 
 def rollout_bytes(config: Config, model: Sizes, *, on_gpu: bool) -> int:

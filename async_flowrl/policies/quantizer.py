@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save
@@ -24,13 +25,15 @@ from torch import Tensor, nn
 from async_flowrl.config.paths import cache_dir, replace_file
 from async_flowrl.policies.quantized_layer import FORMATS, quantizable, quantize
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, file_states, fill, on_meta
+from checkpoint_engine import base_digest
 
 logger = logging.getLogger(__name__)
 
 # Part of the key of a kept copy; increase it when the bits change that FORMATS give, or the choice of layers.
-_RECIPE = 1
+_RECIPE = 2
 # Numbers that are quantised at a time, few enough for a CPU's cache; bytes of a file of the kept copy, at least.
 _AT_A_TIME, _FILE_BYTES = 1 << 20, 1 << 30
+_INDEX = f"{FILE}.index.json"
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,25 @@ class Quantizer:
             with on_meta(dtype):
                 encoder = kind(kind.config_class.from_pretrained(Path(path) / place.name))
             quantize(encoder, self.text)
-            fill(encoder, StoredWeights(str(folder), dtype=dtype, folder=place.name), device)
+            fill(encoder, KeptWeights(str(folder), dtype=dtype, folder=place.name), device)
             encoder.tie_weights()
             encoders[place.name] = encoder
         return encoders
+
+
+class KeptWeights(StoredWeights):
+    """The tensors of a folder that `kept` returned. Raises ValueError for one that is not as it was written."""
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        index = min(self.sources.values()).parent / _INDEX
+        return cast("dict[str, str]", json.loads(index.read_text(encoding="utf-8"))["digests"])
+
+    def read(self, name: str) -> Tensor:
+        tensor, file = super().read(name), self.sources[name]
+        if base_digest({name: tensor}) != self._digests[name]:
+            raise ValueError(f"{file} is damaged ({name}): delete {file.parent.parent}, and it is made again")
+        return tensor
 
 
 NOT_QUANTIZED = Quantizer()
@@ -167,15 +185,17 @@ def _write(weights: Mapping[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True)
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for left, name in zip(range(len(weights) - 1, -1, -1), sorted(weights), strict=True):
         tensors[name] = weights[name].clone(memory_format=torch.contiguous_format)  # Some may be tied.
+        digests[name] = base_digest({name: tensors[name]})
         if left and sum(tensor.nbytes for tensor in tensors.values()) < _FILE_BYTES:
             continue
         file = FILE.replace(".", f"-{len(places):05d}.", 1)
         replace_file(folder / file, save(tensors))
         places |= dict.fromkeys(tensors, file)
         tensors = {}
-    replace_file(folder / f"{FILE}.index.json", json.dumps({"weight_map": places}))
+    replace_file(folder / _INDEX, json.dumps({"weight_map": places, "digests": digests}))
 
 
 def _rename(work: Path, target: Path) -> None:

@@ -28,7 +28,7 @@ from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.quantizer import QuantizedWeights, Quantizer, kept_base
+from async_flowrl.policies.quantizer import KeptWeights, QuantizedWeights, Quantizer, kept_base
 from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, file_states, indexed, weights_files
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Prompt
@@ -182,7 +182,7 @@ def weights_of(model: ResolvedModel) -> Weights:
     files = sorted(set(stored.sources.values())) if model.revision is None else []
     made_of = [model.path, model.revision, file_states(files)]
     folder = str(kept_base(QuantizedWeights(stored, network, model.quantize, dtype), made_of))
-    return StoredWeights(folder, dtype=dtype, in_float32=in_float32)
+    return KeptWeights(folder, dtype=dtype, in_float32=in_float32)
 
 
 def keep_copy(model: ResolvedModel, parts: str) -> None:

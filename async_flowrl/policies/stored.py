@@ -92,11 +92,15 @@ class StoredWeights(Weights):
         self._dtype, self._in_float32 = dtype, in_float32
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self.sources[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor = self.read(name)
         if not tensor.is_floating_point():
             return tensor
         return tensor.to(self._dtype if self._in_float32.isdisjoint(name.split(".")) else torch.float32)
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor as it is in its file."""
+        with safe_open(self.sources[name], framework="pt") as file:
+            return cast("Tensor", file.get_tensor(name))
 
 
 def weights_files(folder: Path) -> list[Path]:

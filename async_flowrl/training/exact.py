@@ -81,13 +81,15 @@ def mark_of(step: int, update: int, group: int, part: int) -> int:
 class ExactSum:
     """The sum [numel] int64 of one optimizer step on a rank: `begin`, `add` and `book` gradients, `reduce`, `mean`."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device, memory: torch.device | None = None) -> None:
+        """`device` has the gradients; the sum is in `memory` (None: there), which changes none of its bits."""
         self.exponent = FIRST_EXPONENT
-        self._numel = numel
-        self.values = torch.zeros(numel + TAIL, dtype=torch.int64, device=device)
+        self._numel, self._device = numel, device
+        self.values = torch.zeros(numel + TAIL, dtype=torch.int64, device=memory or device)
+        self._beside = self.values.device.type == device.type
         # The sum of all ranks. With several ranks it has its own memory, so a failed reduction can be repeated.
         self.whole = self.values
-        self._chunk = min(numel, _CHUNK.get(device.type, _CHUNK["cuda"]))
+        self._chunk = min(numel, _CHUNK.get(self.values.device.type, _CHUNK["cuda"]))
         self.account = Account()
 
     def begin(self) -> None:
@@ -95,16 +97,17 @@ class ExactSum:
         self.account = Account()
 
     def add(self, gradient: Tensor) -> Tensor:
-        """Adds `gradient` [numel] float32 and sets it to zero, without waiting; returns its largest magnitude (or NaN).
+        """Adds `gradient` [numel] float32 and sets it to zero; returns its largest magnitude (or NaN).
 
-        Give that to `book`, which must find it finite, before the sum is used: other values have no integer.
+        It waits for nothing, unless the sum is in other memory. Give the magnitude to `book`, which must find it
+        finite, before the sum is used: other values have no integer.
         """
         low, high = torch.aminmax(gradient)
         for start in range(0, self._numel, self._chunk):
             part = gradient[start : start + self._chunk]
             # Multiplying by a power of two is exact.
             part.mul_(2.0**-self.exponent).round_()
-            self.values[start : start + len(part)].add_(part.to(torch.int64))
+            self.values[start : start + len(part)].add_(part.to(self.values.device).to(torch.int64))
             part.zero_()
         return torch.maximum(-low, high)
 
@@ -120,17 +123,26 @@ class ExactSum:
             self.whole.copy_(self.values)
         tail = self.whole[self._numel :]
         tail.copy_(upload(torch.tensor(to_digits(self.account)), tail.device))
-        world.sum(self.whole)
+        for part in torch.split(self.whole, len(self.whole) if self._beside else self._chunk) if world.size > 1 else ():
+            total = part.to(self._device)
+            world.sum(total)
+            part.copy_(total)
         return from_digits(tail.tolist())
 
     def mean(self, out: Tensor, rows: int) -> None:
         """Writes the total of all ranks divided by `rows` to `out` [numel] float32; it divides in float64."""
         for start in range(0, self._numel, self._chunk):
             whole = self.whole[start : min(start + self._chunk, self._numel)]
-            out[start : start + len(whole)].copy_(whole.to(torch.float64).mul_(2.0**self.exponent).div_(rows))
+            precise = whole.to(out.device).to(torch.float64)
+            out[start : start + len(whole)].copy_(precise.mul_(2.0**self.exponent).div_(rows))
 
     def scratch(self) -> Tensor:
-        """Returns [numel] float32 in the total's memory, for use between `mean` and `begin` (or `reduce`)."""
+        """Returns [numel] float32 on the gradients' device, for use between `mean` and `begin` (or `reduce`).
+
+        It is the total's memory, if that is there.
+        """
+        if not self._beside:
+            return torch.empty(self._numel, device=self._device)
         return self.whole.view(torch.float32)[: self._numel]
 
 
@@ -167,6 +179,6 @@ class ShardSum(ExactSum):
 
     def reduce(self, world: World) -> Account:
         """Returns the account of all ranks, equal on every rank; the values are the ranks' total already."""
-        tail = upload(torch.tensor(to_digits(self.account)), self.values.device)
+        tail = upload(torch.tensor(to_digits(self.account)), self._device)
         world.sum(tail)
         return from_digits(tail.tolist())

@@ -109,6 +109,7 @@ class FlatParameters:
     @contextmanager
     def swapped(self, flat: Tensor) -> Iterator[None]:
         """Context: inside, the network uses the weights `flat`. No backward pass may cross its start or end."""
+        flat = flat.to(self.values.device)
         if self._all_copied:  # `values` need not change
             self._compute_with(flat)
             try:

@@ -37,6 +37,7 @@ from async_flowrl.training.messages import (
 from async_flowrl.training.optimizer import learning_rate, step_over_lr
 from async_flowrl.training.parts import Group, Part, groups_of
 from async_flowrl.training.trust_region import TrustRegion
+from async_flowrl.transfers import memory_of
 from async_flowrl.types import Conditioning, EncoderInput, Span, Trajectory
 
 
@@ -52,7 +53,8 @@ class Update:
         self._passes = ForwardPasses(inputs)
         self._region = TrustRegion(inputs, self._passes)
         kind = ShardSum if inputs.parameters.sharded else ExactSum
-        self.sum = kind(len(inputs.parameters.gradients), inputs.device)
+        memory = memory_of(inputs.config.trainer.sum_on, inputs.device)
+        self.sum = kind(len(inputs.parameters.gradients), inputs.device, memory)
         self._meter = Meter()
         # Exponent that the next `begin` sets, because the present sum may have left its range; None: it stays.
         self._next_exponent: int | None = None

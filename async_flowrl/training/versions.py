@@ -16,6 +16,7 @@ from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.seeds import derive
 from async_flowrl.training.flat import ALIGN_ELEMENTS, FlatParameters
 from async_flowrl.training.sharded import ShardedParameters
+from async_flowrl.transfers import memory_of
 from async_flowrl.types import EMA, POLICY, ByteArray
 from checkpoint_engine import PROOF_VERSION, Header, Layout, Publisher, VersionGone, proof_tensors, tensor_probe
 from checkpoint_engine.collective import CollectiveSender
@@ -40,6 +41,8 @@ class Versions:
         self._whole = tuning_of(config).whole
         # Dtype in which versions are kept: the widest of `dtypes`.
         self.dtype = functools.reduce(torch.promote_types, dtypes.values())
+        # Memory of the versions that are retained or on their way to rollout workers.
+        self.memory = memory_of(config.trainer.versions_on, parameters.values.device)
         algorithm = config.algorithm
         self.sampling: Tensor | None = parameters.snapshot() if samples_from_average(algorithm) else None
         self.average: Tensor | None = parameters.snapshot() if algorithm.average_decay is not None else None
@@ -79,7 +82,7 @@ class Versions:
         # Old ones are removed first to save memory, because a version can be a whole model.
         self._forget_before(min(oldest, version - 1))
         source = self._parameters.values.data if self.sampling is None else self.sampling
-        before, now = self.retained.get(version - 1), source.to(self.dtype, copy=True)
+        before, now = self.retained.get(version - 1), source.to(self.memory, self.dtype, copy=True)
         self._changed = None
         if before is not None and self.dtype != torch.float32:
             # The changes are counted now, because with max_staleness=0 the version before is not kept.
@@ -158,7 +161,7 @@ class Versions:
             version, name = key.split("/", 1)
             by_version.setdefault(int(version), {})[name] = tensor
         self.retained = {
-            version: self._parameters.pack(tensors, where=f"retained version {version}", dtype=self.dtype)
+            version: self._parameters.pack(tensors, where=f"version {version}", dtype=self.dtype).to(self.memory)
             for version, tensors in sorted(by_version.items())
         }
         self._changed = None
@@ -179,14 +182,14 @@ class PublishedStreams:
     "publish" lane), at the same time as the next training step.
     """
 
-    _sent_from: torch.device | None = None  # Device from which versions are sent; None: that of the weights.
+    _sent_from: torch.device | None = None  # Device from which versions are sent; None: that of the versions.
 
     def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
         self._tuning = tuning_of(config)
         self.policy: SealedVersions = self._new_publisher(POLICY)
         self.ema: SealedVersions | None = None if versions.ema is None else self._new_publisher(EMA)
-        self.collective = CollectiveSender(self.policy, self._sent_from or parameters.values.device)
+        self.collective = CollectiveSender(self.policy, self._sent_from or versions.memory)
 
     def _new_publisher(self, stream: str) -> SealedVersions:
         return Publisher(
@@ -196,6 +199,7 @@ class PublishedStreams:
             alpha=self._tuning.alpha,
             rank=self._tuning.rank,
             retain=self._config.live_versions,
+            memory=self._versions.memory,
         )
 
     def stage(self, version: int, stream: str = POLICY) -> None:
@@ -238,7 +242,7 @@ class PublishedStreams:
         return self._parameters.pack(tensors, where="proof", dtype=self._versions.dtype)
 
     def _stage(self, stream: str, version: int, flat: Tensor) -> None:
-        named = self._parameters.named(flat.to(self._parameters.values.device))
+        named = self._parameters.named(flat.to(self._versions.memory))
         cast("Publisher", self._publisher(stream)).stage(version, named, deadline=self._config.deadlines.publish)
 
 

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (0, 1, 2, 3, 4)
 JUDGED_FAST = (14, 15, 16, 17, 18)
 """Test seeds of `fast`, with which no setting was chosen: `--variants one_step_off fast --seeds 14 15 16 17 18`."""
+JUDGED_QUANTIZED = (20, 21, 22, 23, 24)
+"""Test seeds of a base in 8 and 4 bits, with which nothing else was run or chosen: `--variants int8 nf4`."""
 COPIES = 64
 """Images per held-out word after training: 1,024 images, whose mean score has a standard error of 0.011."""
 
@@ -64,6 +66,8 @@ VARIANTS = {
     "full": Variant("one_step_off", seeds=(1, 2), experiment="glyphs_full"),
     "full_permuted": Variant("one_step_off", ("algorithm.permute_advantages=true",), (1,), "glyphs_full"),
     "fast": Variant("one_step_off", seeds=JUDGED_FAST, experiment="glyphs_fast", sampling_steps=8),
+    "int8": Variant("one_step_off", ("model.quantize=int8",), JUDGED_QUANTIZED),
+    "nf4": Variant("one_step_off", ("model.quantize=nf4",), JUDGED_QUANTIZED),
     "grpo_sync": flow_grpo("sync"),
     "grpo_one_step_off": flow_grpo("one_step_off"),
     "grpo_fully_async": flow_grpo("fully_async", "max_staleness=3"),

@@ -46,6 +46,13 @@ SETTINGS = {
         "trainer.ema_decay=0.9",
         "rollout.text_encoder=offload",
     ),
+    "quantised, sum and versions in host memory": (
+        "model.dtype=bfloat16",
+        "model.quantize=nf4",
+        "trainer.sum_on=host",
+        "trainer.versions_on=host",
+        "rollout.versions_on=host",
+    ),
 }
 
 
@@ -126,6 +133,6 @@ def attention() -> AbstractContextManager[None]:
 def agrees(taken: int, rehearsed: int, planned: Footprint) -> None:
     parts = sum(planned.parts.values())
     print(f"taken {taken / 2**20:.1f} MiB, rehearsed {rehearsed / taken:.3f}, planned {parts / taken:.3f}")
-    assert taken > 100e6
+    assert taken > 50e6
     assert rehearsed == pytest.approx(taken, rel=0.1)
     assert parts == pytest.approx(taken, rel=0.1)

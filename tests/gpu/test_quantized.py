@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from async_flowrl.config.schema import ModelConfig
+from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.quantized_layer import FORMATS, QuantizedLinear
 from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
@@ -43,11 +43,15 @@ def test_random_weights_are_quantised_where_they_are_drawn() -> None:
 
 
 def test_the_base_of_a_device_has_the_digest_of_the_host() -> None:
-    model = resolve_model(ModelConfig(quantize="nf4"))
-    here, there = (
-        load_policy(model, dtype=model.dtype, device=device, parts="transformer").transformer
-        for device in ("cpu", "cuda")
-    )
+    """While it is loaded, the device holds it, one more tensor, and nothing of the original weights."""
+    model = resolve_model(ModelConfig(quantize="nf4", tiny=TinyConfig(layers=4, heads=16)))
+    here = load_policy(model, dtype=model.dtype, device="cpu", parts="transformer").transformer
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    there = load_policy(model, dtype=model.dtype, device="cuda", parts="transformer").transformer
+    peak, tensors = torch.cuda.max_memory_allocated() - before, list(there.state_dict().values())
+    largest, spare = max(tensor.nbytes for tensor in tensors), 2048 * (len(tensors) + len(list(there.modules())))
+    assert peak < sum(tensor.nbytes for tensor in tensors) + largest + spare
     assert {parameter.device.type for parameter in there.parameters()} == {"cuda"}
     assert {buffer.device.type for buffer in there.buffers()} <= {"cuda"}
     assert base_digest(dict(there.named_parameters())) == base_digest(dict(here.named_parameters()))

@@ -10,6 +10,7 @@ from tests.support.families import tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO_ROLLOUTS = ("rollout.num_workers=2",)
 TWO_TRAINERS = ("trainer.num_workers=2", "trainer.micro_batch_size=2")
+ON_HOST = ("trainer.sum_on=host", "trainer.versions_on=host", "rollout.versions_on=host")
 NCCL = "checkpoint_engine.transport=nccl"
 FEW_STEPS = "rollout.num_inference_steps=4"
 
@@ -42,7 +43,7 @@ WHOLE_WEIGHTS = {
     "whole_weights": ("one_step_off", (*TWO_ROLLOUTS, "tune=full", "checkpoint_engine.transport=auto")),
     "whole_weights_gloo": ("one_step_off", ("tune=full", "checkpoint_engine.transport=gloo")),
     "whole_weights_on_the_device": ("one_step_off", (NCCL, "tune=full", "rollout.versions_on=device")),
-    "whole_weights_in_shares": ("one_step_off", (*TWO_TRAINERS, "tune=full", "trainer.shard=full")),
+    "whole_weights_in_shares": ("one_step_off", (*TWO_TRAINERS, "tune=full", "trainer.shard=full", *ON_HOST)),
 }
 CASES = {**WHOLE_WEIGHTS, **MODES, **TRANSPORTS, **FAMILIES, **TRAINERS}
 EXPECTED = {"auto": "nccl", **{name: name for name in ("pynccl", "gloo", "object_store")}} | {
@@ -63,3 +64,11 @@ def test_a_run_is_flawless(case: str, tmp_path: Path) -> None:
     assert run.summary["steps"] == 3
     assert len(set(run.digests)) == len(run.digests) >= 4
     assert [event for event in run.events if event["event"] == "fault"] == []
+
+
+def test_the_memory_of_sum_and_versions_changes_no_bit(tmp_path: Path) -> None:
+    settings = (*TWO_TRAINERS, "trainer.shard=none", "model.quantize=nf4")
+    runs = [rehearse(tmp_path / str(i), "one_step_off", *settings, *more) for i, more in enumerate(((), ON_HOST))]
+    for run in runs:
+        run.flawless()
+    assert runs[0].digests == runs[1].digests and len(set(runs[0].digests)) >= 4

@@ -8,7 +8,7 @@ because a torch without CUDA cannot run a backward pass on fake `cuda` tensors.
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from async_flowrl import transfers
 from async_flowrl.algorithms import dpo
 from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.memory.rehearsal.model import FakeModel
@@ -28,7 +29,7 @@ from async_flowrl.observability.flops import Meter
 from async_flowrl.policies import one_base
 from async_flowrl.training import exact, fsdp, rank_model, sharded
 from async_flowrl.training.snapshots import Snapshots
-from checkpoint_engine import receiver
+from checkpoint_engine import publisher, receiver
 
 
 @contextmanager
@@ -57,6 +58,7 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
     load_policy = partial(model.load_policy, ledger.aside)
     return [
         (torch.cuda, "is_available", lambda: False),
+        (transfers, "HOST", torch.device("meta")),
         (torch.Tensor, "numpy", _numpy),
         (torch.Tensor, "data_ptr", _data_ptr),
         (nn.Module, "_apply", _apply),
@@ -72,6 +74,7 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (one_base, "load_policy", load_policy),
         (one_base, "base_digest", lambda _: ""),
         (receiver, "in_host_memory", partial(_in_host_memory, ledger)),
+        (publisher.HostBuffers, "_allocate", partialmethod(_allocate, ledger)),
         (exact, "_CHUNK", dict.fromkeys(exact._CHUNK, exact._CHUNK["cuda"])),
         (exact, "from_digits", lambda _: exact.Account()),
         (exact.Account, "holds", lambda *_: True),
@@ -101,6 +104,15 @@ def _new_group(own: Any, backend: str, **_: Any) -> Any:
 def _in_host_memory(ledger: Ledger, tensor: Tensor) -> Tensor:
     with ledger.aside():
         return tensor.clone()
+
+
+_own_allocate = publisher.HostBuffers._allocate
+
+
+def _allocate(buffers: Any, ledger: Ledger) -> Any:
+    # Pinned buffers are in host memory. Others stand for memory of the fake tensors' device, which is called `cpu`.
+    with ledger.aside() if buffers._pinned else nullcontext():
+        return _own_allocate(buffers)
 
 
 def _outside(call: Any) -> Any:

@@ -171,6 +171,19 @@ def test_a_copy_is_whole_or_made_again(spoil: str, cache: Path, local: ModelConf
     assert base_digest(weights_of(model)) == whole
 
 
+def test_a_byte_of_a_copy_that_changed_on_the_disk_is_found(cache: Path, local: ModelConfig) -> None:
+    model = resolve_model(local)
+    whole, (file,) = base_digest(weights_of(model)), (cache / "quantized").glob("*/transformer/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=str(file)):
+        loaded(model, "transformer")
+    shutil.rmtree(file.parent.parent)
+    loaded(model, "transformer")
+    assert base_digest(weights_of(model)) == whole
+
+
 def test_processes_at_once_write_one_copy(cache: Path, local: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     replace_file = quantizer.replace_file
