@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from async_flowrl.cli.benchmark import NOTHING_BUT_TRAINING
 from async_flowrl.cli.options import count
+from async_flowrl.cli.plan_fit import LARGEST_FIRST, Hardware, largest
 from async_flowrl.cli.serve_rewards import check_packages
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
@@ -110,6 +111,7 @@ def look() -> Iterator[bool]:
     yield machine()
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         yield device(index)
+    yield recipe()
     for name, (purpose, check) in FEATURES.items():
         try:
             check()
@@ -117,6 +119,18 @@ def look() -> Iterator[bool]:
             yield finding(SKIPPED, f"optional {name}", f"{error}; needed for {purpose} alone")
         else:
             yield finding(OK, f"optional {name}", f"here, for {purpose}")
+
+
+def recipe() -> bool:
+    """Names the largest recipe that fits the devices of this machine, each as large as the smallest of them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return finding(SKIPPED, "recipe", "no GPU is here; `async-flowrl plan --fit --cards 1x24` plans for others")
+    gib = min(torch.cuda.mem_get_info(index)[1] for index in range(count)) / GIB
+    found = largest(Hardware(f"{count} x {gib:.1f} GiB", gib, count))
+    if found is None:
+        return finding(WARNING, "recipe", f"none of {', '.join(LARGEST_FIRST)} fits {count} x {gib:.1f} GiB")
+    return finding(OK, "recipe", f"{found.experiment} is the largest that fits {found.hardware}: {found.command}")
 
 
 def software() -> dict[str, str]:

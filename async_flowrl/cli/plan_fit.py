@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from async_flowrl.cli.cards import gib_of
@@ -59,6 +59,24 @@ SAVINGS: Change = {
     "trainer.shard": "full",
     "trainer.cpu_offload": True,
 }
+# Settings of a small card, added one after the other where nothing else fits; then `lora.rank` is halved.
+SMALL_CARD: tuple[Change, ...] = (
+    {**dict(list(SAVINGS.items())[:4]), "model.quantize": "int8", "model.quantize_text_encoder": "int8"},
+    {"model.quantize": "nf4"},
+    {"rollout.versions_on": "host", "trainer.versions_on": "host"},
+    {"trainer.sum_on": "host"},
+    {"rollout.vae_tiling": True},
+)
+LEAST_RANK = 16
+# Recipes from the largest model and the most images per step on, for `largest`.
+LARGEST_FIRST = (
+    "qwen_image_ocr",
+    "qwen_image_1x80gb",
+    "qwen_image_1x24gb",
+    "flux_1x24gb",
+    "qwen_image_21_1x24gb",
+    "sd35_1x16gb",
+)
 HARDWARE = ("1x24", "2x24", "1x80", "2x80", "4x80", "8x80", "2x8x80")
 
 
@@ -76,17 +94,30 @@ class Answer:
     missing: float = 0.0  # Memory that the tightest kind of process lacks; 0 or negative if all fit.
     lacking: str = ""  # Name of that kind of process.
 
+    @property
+    def command(self) -> str:
+        config_name, *overrides = self.words
+        return f"async-flowrl train {config_name} {shlex.join(overrides)}"
 
-def answer(recipe: Sequence[str], hardware: Hardware) -> Answer:
-    """The first candidate for the overrides `recipe` that fits, or else the one that lacks the least memory.
 
-    Raises ConfigError for a recipe that cannot work on any machine.
+def largest(hardware: Hardware) -> Answer | None:
+    """Returns the first recipe of LARGEST_FIRST that fits without any savings; None if none does."""
+    answers = (answer([f"experiment={name}"], hardware, layouts) for name in LARGEST_FIRST)
+    return next((row for row in answers if row.fits), None)
+
+
+def answer(
+    recipe: Sequence[str], hardware: Hardware, tried: Callable[[Config, int], Iterator[Change]] | None = None
+) -> Answer:
+    """The first of the changes `tried` of a recipe (None: `candidates`) that fits, or else that which lacks least.
+
+    `recipe` are overrides. Raises ConfigError for a recipe that cannot work on any machine.
     """
     words = [*recipe, *(["runtime.address=auto"] if hardware.nodes > 1 else [])]
     plain = compose_config("one_step_off", words)
     check(plain)
     answers: list[Answer] = []
-    for change in candidates(plain, hardware.devices):
+    for change in (tried or candidates)(plain, hardware.devices):
         config = applied(change, plain)
         try:
             check(config)
@@ -114,13 +145,25 @@ def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
 
 
 def candidates(plain: Config, devices: int) -> Iterator[Change]:
-    """Yields changes of a recipe to try: each layout on so many devices, then the same with more and more savings."""
+    """Yields changes of a recipe to try: each layout on so many devices, then the same with more and more savings.
+
+    After all layouts come those with a quantised base and more and more of SMALL_CARD.
+    """
     for layout in layouts(plain, devices):
         change = dict(layout)
         yield layout
         for key, value in SAVINGS.items():
             change[key] = value
             yield dict(change)
+    for layout in layouts(plain, devices):
+        change = dict(layout)
+        for more in SMALL_CARD:
+            change |= more
+            yield dict(change)
+        rank, alpha = plain.lora.rank, plain.lora.alpha
+        while rank >= 2 * LEAST_RANK:
+            rank, alpha = rank // 2, None if alpha is None else alpha / 2
+            yield change | {"lora.rank": rank, "lora.alpha": alpha}
 
 
 def layouts(plain: Config, devices: int) -> Iterator[Change]:
@@ -174,9 +217,7 @@ def markdown(answers: Sequence[Answer]) -> str:
         lines.append(f"| `{row.experiment}` | {row.hardware} | {fits} | {both} |")
     for row in answers:
         if row.fits:
-            config_name, *overrides = row.words
-            command = f"async-flowrl train {config_name} {shlex.join(overrides)}"
-            lines += ["", f"`{row.experiment}` on {row.hardware}:", "", "```bash", command, "```"]
+            lines += ["", f"`{row.experiment}` on {row.hardware}:", "", "```bash", row.command, "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -154,7 +154,10 @@ def changes(process: Process, config: Config) -> Iterator[Change]:
     if samples:
         yield {"rollout.text_encoder": "offload"}
         yield {"rollout.text_encoder": "cached"}
+        yield {"rollout.versions_on": "host"}
     if trains:
+        yield {"trainer.versions_on": "host"}
+        yield {"trainer.sum_on": "host"}
         yield {"trainer.cpu_offload": True}
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}

@@ -24,7 +24,7 @@ from benchmarks.markdown_tables import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.flow import STEPS
 from examples.glyphs.learning_curves import read
-from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, draw, table
+from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, QUANTIZED, draw, table
 from examples.glyphs.run_result import Result, load_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,15 +112,18 @@ def main() -> None:
 def sections(found: Sequence[Result]) -> dict[str, list[Result]]:
     """Splits the results into the sections of the page; a key is the name of the section's markers.
 
-    `fast` and `full` (whole weights) also hold the runs of the recipe they are compared with, for the same seeds.
+    `fast` and `full` (whole weights) also hold the runs of the recipe they are compared with, for the same seeds;
+    `quantized` has all of them.
     """
-    parts = {FLOW_GRPO: "flow_grpo", FAST: FAST, FULL: FULL}
+    parts = {FLOW_GRPO: "flow_grpo", FAST: FAST, FULL: FULL, **dict.fromkeys(QUANTIZED, "quantized")}
     grouped: dict[str, list[Result]] = {"compare": [], **{name: [] for name in parts.values()}}
     for result in found:
         grouped[parts.get(result.variant.split("_")[0], "compare")].append(result)
     for name in (FAST, FULL):
         seeds = {result.seed for result in grouped[name]}
         grouped[name] += [r for r in grouped["compare"] if r.variant == AGAINST and r.seed in seeds]
+    if grouped["quantized"]:
+        grouped["quantized"] += [r for r in grouped["compare"] if r.variant == AGAINST]
     return grouped
 
 

@@ -7,7 +7,7 @@ from statistics import median
 import matplotlib as mpl
 
 from examples.glyphs.learning_curves import smooth
-from examples.glyphs.run_result import Result, goal_ratios, interval, score_differences, time_ratios
+from examples.glyphs.run_result import Result, goal_ratios, interval, score_differences, time_ratios, welch
 
 GOAL = 0.8
 """OCR score on held-out words (not trained on) until which images and seconds are counted."""
@@ -23,12 +23,17 @@ COLOURS = {
     "fast": "#c23b22",
     "full": "#6a51a3",
     "full_permuted": "#b03060",
+    "int8": "#2f9e6e",
+    "nf4": "#d9822b",
 }
 """Variant to its colour, in the order of the table."""
 FLOW_GRPO = "grpo"
 """First word of the variants trained with Flow-GRPO; they have a picture and a table of their own."""
 FAST, FULL, AGAINST = "fast", "full", "one_step_off"
 """Recipe meant to reach the goal sooner; first word of those with whole weights; recipe both are compared with."""
+
+QUANTIZED = ("int8", "nf4")
+"""Variants whose base is stored in 8 and 4 bits; they and AGAINST have other seeds."""
 
 
 def draw(results: Sequence[Result], out: Path) -> None:
@@ -72,7 +77,7 @@ def table(results: Sequence[Result]) -> str:
     others = [name for name in COLOURS if name not in ("sync", "permuted", "full_permuted", FAST, FULL)]
     others += [f"{FLOW_GRPO}_{name}" for name in others]
     compared = [_against_sync(results, name) for name in others]
-    return "\n".join([*lines, *filter(None, [*compared, _fast(results), _full(results)])])
+    return "\n".join([*lines, *filter(None, [*compared, _fast(results), _full(results), _quantized(results)])])
 
 
 def _against_sync(results: Sequence[Result], variant: str) -> str:
@@ -114,6 +119,21 @@ def _full(results: Sequence[Result]) -> str:
         for key in ("ocr", "other_reader")
         if (differences := score_differences(results, FULL, AGAINST, key=key))
     ]
+    return "\n" + "\n\n".join(lines) if lines else ""
+
+
+def _quantized(results: Sequence[Result]) -> str:
+    """Returns differences of means and their intervals, of the base that is stored in fewer bits and the float one."""
+    lines = []
+    for variant in QUANTIZED:
+        ones, others = ([r for r in results if r.variant == name] for name in (variant, AGAINST))
+        for key in ("ocr", "other_reader", "variety"):
+            values = [[r.final[key] for r in some if key in r.final] for some in (ones, others)]
+            if (bounds := welch(*values)) is not None:
+                lines.append(
+                    f"{key} of {variant} less that of {AGAINST}, means of {len(values[0])} and {len(values[1])} seeds: "
+                    f"{sum(bounds) / 2:+.3f}, 95 % interval {bounds[0]:+.3f} to {bounds[1]:+.3f}"
+                )
     return "\n" + "\n\n".join(lines) if lines else ""
 
 

@@ -9,6 +9,9 @@ from statistics import fmean, stdev
 
 T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 """95 % quantiles of Student's t by degrees of freedom: half the width of a 90 % interval, in standard errors."""
+T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+T975 |= {11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131}
+"""97.5 % quantiles: half the width of a 95 % interval, in standard errors."""
 
 BUSY = 1.5
 """Load average per core above which the seconds of a run are not used; a run alone on the machine causes about 1."""
@@ -113,3 +116,16 @@ def interval(differences: Sequence[float]) -> tuple[float, float] | None:
         return None
     half = T90[freedom] * stdev(differences) / math.sqrt(len(differences))
     return fmean(differences) - half, fmean(differences) + half
+
+
+def welch(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
+    """Returns the 95 % confidence interval of mean(ones) - mean(others), of unpaired runs; None for fewer than two.
+
+    It is Welch's (Biometrika 34, 1947), with the degrees of freedom rounded down.
+    """
+    if min(len(ones), len(others)) < 2:
+        return None
+    squared = [stdev(each) ** 2 / len(each) for each in (ones, others)]
+    freedom = sum(squared) ** 2 / sum(s**2 / (len(e) - 1) for s, e in zip(squared, (ones, others), strict=True))
+    middle, half = fmean(ones) - fmean(others), T975[min(int(freedom), max(T975))] * math.sqrt(sum(squared))
+    return middle - half, middle + half

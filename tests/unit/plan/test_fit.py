@@ -113,3 +113,39 @@ def test_a_model_without_a_recipe_has_its_familys_values(capsys: pytest.CaptureF
     (row,) = json.loads(capsys.readouterr().out)
     assert row["fits"] and row["experiment"] == "model=tiny_wan21"
     assert row["words"][1:4] == ["model=tiny_wan21", "rollout.frames=5", "reward=sharpness"]
+
+
+def test_a_quantised_base_then_host_memory_then_a_lower_rank_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 30 GiB, 16 are the base, 8 lie in host memory if that is asked for, and half of the rest is the rank's."""
+
+    def needed(config: Config, **_: object) -> Footprint:
+        stored = {None: 16.0, "int8": 8.0, "nf4": 4.0}[config.model.quantize]
+        on_device = [config.trainer.versions_on, config.trainer.sum_on].count("device") * 4.0
+        return Footprint({"all": round((stored + on_device + 6.0 * config.lora.rank / 64) * GIB)})
+
+    for module in (fit, devices):
+        monkeypatch.setattr(module, "planned_trainer", needed)
+        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({}))
+    found = [answer("qwen_image_ocr", Hardware(str(gib), gib, 1)) for gib in (36, 27.5, 23, 18, 14, 11, 8, 6)]
+    stored = [row.fits and set(row.words) & {"model.quantize=int8", "model.quantize=nf4"} for row in found]
+    assert stored == [set(), {"model.quantize=int8"}, *[{"model.quantize=nf4"}] * 5, False]
+    assert [sum(word.endswith("=host") for word in row.words) for row in found[2:6]] == [0, 2, 3, 3]
+    ranks = [composed(row.words).lora.rank for row in found]
+    assert ranks == [64] * 5 + [32, 16, 16]
+    assert all(composed(row.words).lora.alpha == 2 * rank for row, rank in zip(found, ranks, strict=True))
+
+
+def test_the_largest_recipe_is_the_first_that_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needed(config: Config, **_: object) -> Footprint:
+        return Footprint({"all": (18 if config.model.quantize == "nf4" else 60) * GIB})
+
+    for module in (fit, devices):
+        monkeypatch.setattr(module, "planned_trainer", needed)
+        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({}))
+    cards = ((79.0, 2), (79.0, 1), (23.5, 4), (23.5, 1), (15.5, 1))
+    found = [fit.largest(Hardware("", gib, count)) for gib, count in cards]
+    names = ["qwen_image_ocr", "qwen_image_ocr", "qwen_image_1x24gb", "qwen_image_1x24gb", None]
+    assert [row and row.experiment for row in found] == names
+    four = found[2]
+    assert four is not None and composed(four.words).trainer.num_workers == 4
+    assert "experiment=qwen_image_1x24gb" in shlex.split(four.command)
