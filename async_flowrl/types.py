@@ -82,6 +82,8 @@ class Sampling:
     """How noise enters a denoising step: `sde`, `dance_sde`, `cps`, or `ode` for no noise (see algorithms/sde.py)."""
     noise_level: float
     """Factor on the noise of a denoising step."""
+    true_cfg_scale_2: float | None = None
+    """`true_cfg_scale` of a model's second expert, at low noise levels; None: the same."""
 
 
 @dataclass(frozen=True)

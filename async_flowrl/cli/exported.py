@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from async_flowrl.cli.export_source import PEFT, Source, family_of, read_source, write_lora
 from async_flowrl.cli.model_card import read_results, write_card
 from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies import lora_file, lora_formats, trained_file
+from async_flowrl.policies import lora_formats, trained_file
 from async_flowrl.policies.lora_file import LoraFile, modules_of
 from async_flowrl.policies.registry import folder_of, resolve_model
-from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.policies.stored import StoredWeights, network_folders, prefixes
 
 
 def publish(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
@@ -47,9 +47,11 @@ def _check_out(out: Path, source: Source) -> None:
         )
     existing = sorted(path.name for path in out.glob("*.safetensors"))
     existing += [name for name in (PEFT, MERGED, TRANSFORMER) if (out / name).exists()]
-    if source.whole is None and lora_file.FILE_NAME in existing:
+    if source.whole is None and existing:
         with tempfile.TemporaryDirectory() as again:
-            if write_lora(source, Path(again)).read_bytes() == (out / lora_file.FILE_NAME).read_bytes():
+            written = write_lora(source, Path(again))
+            before = out / written.relative_to(again)
+            if before.is_file() and written.read_bytes() == before.read_bytes():
                 return
     if existing:
         names = ", ".join(existing)
@@ -93,15 +95,16 @@ def write_merged(model: ModelConfig, lora: LoraFile, out: Path, what: str) -> Pa
     """Writes the folder `out`/merged and returns it; after an error no part of it remains. Raises ValueError."""
     target, work = out / MERGED, out / f".{MERGED}-unfinished"
     base = folder_of(resolve_model(model), "all" if what == "pipeline" else TRANSFORMER)
-    copied = base if what == "pipeline" else base / TRANSFORMER
-    _check_room(target, copied.rglob("*"))
+    networks = network_folders(str(base))
+    copied = {base: work} if what == "pipeline" else {base / folder: work / folder for folder in networks}
+    _check_room(target, (file for folder in copied for file in folder.rglob("*")))
     shutil.rmtree(work, ignore_errors=True)
     try:
-        destination = work if what == "pipeline" else work / TRANSFORMER
-        shutil.copytree(copied, destination, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
+        for folder, copy in copied.items():
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*IGNORED), copy_function=shutil.copyfile)
         left = set(modules_of(lora.tensors))
-        for file in set(StoredWeights(str(base), dtype=torch.float32).sources.values()):
-            left -= _merge(file, work / TRANSFORMER / file.name, lora)
+        for file in set(StoredWeights(str(base), dtype=torch.float32, folders=networks).sources.values()):
+            left -= _merge(file, work / file.parent.name / file.name, lora, prefixes(networks)[file.parent.name])
         if left:
             raise ValueError(f"the LoRA does not fit {model.path}: no weight of its layer {min(left)} is in the files")
         work.rename(target)
@@ -119,10 +122,12 @@ def _check_room(target: Path, copied: Iterable[Path]) -> None:
         raise ValueError(f"{target} needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free there")
 
 
-def _merge(file: Path, target: Path, lora: LoraFile) -> set[str]:
-    # Returns the layers whose weights are in the file. Each matrix is summed in float32, then rounded once.
+def _merge(file: Path, target: Path, lora: LoraFile, prefix: str) -> set[str]:
+    # Returns the layers whose weights are in the file, where their names have no `prefix`. Each matrix is summed in
+    # float32, then rounded once.
     with safe_open(file, framework="pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        names = {prefix + name: name for name in opened.keys()}  # noqa: SIM118
+        metadata, tensors = opened.metadata(), {name: opened.get_tensor(stored) for name, stored in names.items()}
     here = {module for module in modules_of(lora.tensors) if f"{module}.weight" in tensors}
     for module in here:
         name = f"{module}.weight"
@@ -132,7 +137,7 @@ def _merge(file: Path, target: Path, lora: LoraFile) -> set[str]:
         if tensors[name].shape != (b.shape[0], a.shape[1]):
             raise ValueError(f"the LoRA's layer {module} is for a matrix of {b.shape[0]} × {a.shape[1]}")
         tensors[name] = (tensors[name].float() + (b @ a) * (lora.alpha / lora.rank)).to(tensors[name].dtype)
-    save_file(tensors, target, metadata=metadata)
+    save_file({stored: tensors[name] for name, stored in names.items()}, target, metadata=metadata)
     return here
 
 
@@ -142,12 +147,13 @@ def write_whole(source: Source, out: Path, what: str) -> Path:
         raise ValueError("--base is needed: SOURCE does not say which model it is for")
     target = out / TRANSFORMER
     model = resolve_model(source.model)
-    base = folder_of(model, "all" if what == "pipeline" else TRANSFORMER) / TRANSFORMER
-    copied = [item for item in base.parent.iterdir() if item != base] if what == "pipeline" else []
-    _check_room(target, (file for item in (base, *copied) for file in (item, *item.rglob("*"))))
+    base = folder_of(model, "all" if what == "pipeline" else TRANSFORMER)
+    networks = [base / folder for folder in network_folders(str(base))]
+    copied = [item for item in base.iterdir() if item not in networks] if what == "pipeline" else []
+    _check_room(target, (file for item in (*networks, *copied) for file in (item, *item.rglob("*"))))
     ignore = shutil.ignore_patterns(*IGNORED)
     for item in copied:
-        if item.is_dir() and item.name not in ignore(str(base.parent), [item.name]):
+        if item.is_dir() and item.name not in ignore(str(base), [item.name]):
             shutil.copytree(item, out / item.name, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True)
         elif item.is_file() and item.suffix == ".json":
             shutil.copyfile(item, out / item.name)

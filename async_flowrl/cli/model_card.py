@@ -28,6 +28,7 @@ from async_flowrl.observability.events import read_events
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.policies.stored import EXPERTS
 from async_flowrl.policies.stored import FOLDER as WHOLE
 from separation.text_table import markdown_table
 
@@ -212,12 +213,23 @@ def _usage(source: Source, base: str | None) -> str:
     with suppress(ValueError, OSError):  # a model that is not here
         if source.model is not None:
             dtype = f"torch_dtype=torch.{resolve_model(source.model).dtype}"
-    load = f"""pipe = DiffusionPipeline.from_pretrained("{name}", {dtype})
-pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", weight_name="{lora_file.FILE_NAME}")"""
+    tensors = source.whole if source.whole is not None else source.lora.tensors
+    two = any(tensor.startswith(f"{EXPERTS[1]}.") for tensor in tensors)
+    options = [f'weight_name="{lora_file.FILE_NAME}"']
+    if two:
+        options = [f'subfolder="{each}", {options[0]}' for each in EXPERTS]
+        options[1] += f", load_into_{EXPERTS[1]}=True"
+    calls = [f'pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", {each})' for each in options]
+    load = "\n".join([f'pipe = DiffusionPipeline.from_pretrained("{name}", {dtype})', *calls])
     note = f'For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`.'
     if source.whole is not None:
-        load = f"""transformer = AutoModel.from_pretrained("THIS_FOLDER_OR_REPOSITORY", subfolder="{WHOLE}", {dtype})
-pipe = DiffusionPipeline.from_pretrained("{name}", transformer=transformer, {dtype})"""
+        networks = EXPERTS if two else (WHOLE,)
+        load = "\n".join(
+            f'{each} = AutoModel.from_pretrained("THIS_FOLDER_OR_REPOSITORY", subfolder="{each}", {dtype})'
+            for each in networks
+        )
+        parts = ", ".join(f"{each}={each}" for each in networks)
+        load += f'\npipe = DiffusionPipeline.from_pretrained("{name}", {parts}, {dtype})'
         note = "Where the pipeline's other parts lie beside it, that folder is a pipeline of its own."
     return f"""## Use
 
@@ -234,6 +246,7 @@ from diffusers import AutoModel, DiffusionPipeline
 
 def _files(out: Path, files: Mapping[str, str]) -> str:
     kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **files}
+    kinds |= {f"{expert}/{lora_file.FILE_NAME}": "diffusers" for expert in EXPERTS}
     rows = [(f"`{name}`", what, f"`{sha256_of(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
     rows += [(f"`{name}/`", what, "") for name, what in kinds.items() if (out / name).is_dir()]
     return "## Files\n\n" + markdown_table(("file", "for", "SHA-256"), rows)

@@ -69,6 +69,8 @@ def _sizes(config: Config) -> Iterator[str]:
     scales = {"rollout.true_cfg_scale": config.rollout.true_cfg_scale}
     scales["algorithm.reference_cfg_scale"] = config.algorithm.reference_cfg_scale or 0.0
     yield from filter(None, (guidance_refusal(key, scale) for key, scale in scales.items()))
+    if config.rollout.true_cfg_scale <= 1 and (second := config.rollout.true_cfg_scale_2) is not None:
+        yield f"rollout.true_cfg_scale_2={second:g} needs rollout.true_cfg_scale above 1, which turns guidance on"
 
 
 def _placement(config: Config) -> Iterator[str]:

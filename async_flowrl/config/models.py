@@ -38,7 +38,8 @@ class Architecture:
     """The parts of a published model that decide about memory and time, from configs/architectures/.
 
     `transformer`, `vae` and `scheduler` are the contents of their configuration files; a key that is missing has the
-    default of its class. `text_parameters` are those of all text encoders together.
+    default of its class. `text_parameters` are those of all text encoders together. With `boundary_ratio` there are two
+    networks alike, the second for noise levels below it.
     """
 
     family: str
@@ -47,6 +48,7 @@ class Architecture:
     text_parameters: int
     dtype: str = "bfloat16"
     scheduler: Mapping[str, Any] | None = None
+    boundary_ratio: float | None = None
 
 
 @functools.cache

@@ -152,6 +152,8 @@ class RolloutConfig:
     """Denoising steps of an image that is trained on. null = the model family's."""
     true_cfg_scale: DefaultFloat = setting(None, at_least=0)
     """Scale of classifier-free guidance with a negative prompt, at twice the cost; 1 or 0: off. null = the family's."""
+    true_cfg_scale_2: float | None = setting(None, at_least=0)
+    """true_cfg_scale of the second expert (Wan 2.2), which makes the low noise levels; null = the same."""
     guidance_scale: DefaultFloat = setting(None, at_least=0)
     """Guidance scale that distilled models (FLUX) take as an input; 0 for models without it. null = the family's."""
     negative_prompt: str = " "

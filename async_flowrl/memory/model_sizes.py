@@ -13,7 +13,8 @@ from async_flowrl.policies.quantized_layer import quantized_bytes
 from async_flowrl.policies.stored import StoredElements, trained_names
 from async_flowrl.policies.tuning import tuning_of
 
-_BLOCK = re.compile(r"[^.]+\.\d+\.")  # Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.`.
+# Beginning of the names of a block's tensors, e.g. `transformer_blocks.7.` or, of an expert, `transformer_2.blocks.7.`.
+_BLOCK = re.compile(r"(transformer(_2)?\.)?[^.]+\.\d+\.")
 
 
 # Share of a text encoder's parameters that counts as outside of its layers, which are quantised: in Gemma 2 2B, SANA's,

@@ -49,6 +49,14 @@ class Policy(ABC):
         """The transformer's blocks in forward order: units of FSDP, torch.compile and gradient checkpointing."""
 
     @property
+    def experts(self) -> Sequence[str]:
+        """Names of the parts of the transformer, all alike, of which a noise level uses one; () if it uses all of it.
+
+        A part that no row of an optimizer step used is left as it is by this step.
+        """
+        return ()
+
+    @property
     @abstractmethod
     def text_encoders(self) -> Sequence[nn.Module]:
         """The modules that only `encode` uses; `encode` runs on their device. Empty if they are not loaded."""

@@ -74,6 +74,8 @@ def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy)
     chosen = {name for name in chosen if not re.fullmatch(policy.lora_exclude or "", name)}
     if not chosen:
         raise ValueError(f"lora.targets {list(targets)} name only layers that cannot change the model's output")
+    if without := [name for name in policy.experts if not any(layer.startswith(f"{name}.") for layer in chosen)]:
+        raise ValueError(f"lora.targets {list(targets)} name no layer of {without[0]}: each expert needs one")
     return sorted(chosen)
 
 

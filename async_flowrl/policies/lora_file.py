@@ -23,6 +23,9 @@ FILE_NAME = "pytorch_lora_weights.safetensors"
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Prefixes of tensor names in the formats of diffusers and of PEFT; the layout name follows them.
 PREFIX, PEFT_PREFIX = "transformer.", "base_model.model."
+# Beginning of the layout names of a model with two experts → folder, inside that of the LoRA, with the expert's own. No
+# file lies above them, because diffusers would take it in place of one of its name in a `subfolder`.
+EXPERTS = {PREFIX: "transformer", "transformer_2.": "transformer_2"}
 # ComfyUI's own names, which for some families are not diffusers' names with a prefix.
 COMFYUI_PREFIX = "diffusion_model."
 # Metadata key for the hub name of the base model.
@@ -80,8 +83,21 @@ def module_name(tensor_name: str) -> str:
     return match["module"]
 
 
+def by_folder(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Returns folder inside that of the LoRA → tensors of its file, by their names there: one, or one per expert."""
+    if not any(name.startswith(tuple(EXPERTS)) for name in tensors):
+        return {"": dict(tensors)}
+    return {
+        inside: {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        for prefix, inside in EXPERTS.items()
+    }
+
+
 def save(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
-    """Writes both formats into `folder` and returns the path of the diffusers file."""
+    """Writes both formats into `folder` and returns the path of the diffusers file.
+
+    Of a model with two experts, each has both formats in a folder of its own; the path is the first one's.
+    """
     write_peft(folder, tensors, alpha=alpha, base=base)
     return write(folder, tensors, alpha=alpha, base=base)
 
@@ -93,19 +109,24 @@ def write(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: st
     the `tensors`, by layout name, have no common rank.
     """
     rank, tensors = _unscaled(tensors, alpha, folder)
-    metadata = {f"{PREFIX}r": rank, f"{PREFIX}lora_alpha": rank, f"{PREFIX}target_modules": modules_of(tensors)}
-    metadata |= {f"{PREFIX}lora_dropout": 0.0, f"{PREFIX}bias": "none"}
-    header = {_METADATA: json.dumps(metadata, sort_keys=True)}
-    return put(folder / FILE_NAME, encoded({PREFIX + name: tensor for name, tensor in tensors.items()}, header, base))
+    for inside, own in by_folder(tensors).items():
+        metadata = {f"{PREFIX}r": rank, f"{PREFIX}lora_alpha": rank, f"{PREFIX}target_modules": modules_of(own)}
+        metadata |= {f"{PREFIX}lora_dropout": 0.0, f"{PREFIX}bias": "none"}
+        header, named = {_METADATA: json.dumps(metadata, sort_keys=True)}, {PREFIX + name: own[name] for name in own}
+        put(folder / inside / FILE_NAME, encoded(named, header, base))
+    return weights_file(folder)
 
 
 def write_peft(folder: Path, tensors: Mapping[str, Tensor], *, alpha: float, base: str | None = None) -> Path:
     """Writes PEFT's weights (float32) and config as `write` does; returns the path of the config."""
     rank, tensors = _unscaled(tensors, alpha, folder)
     config = _PLAIN_LORA | {"r": rank, "lora_alpha": rank, "base_model_name_or_path": hub_name(base)}
-    config |= {"target_modules": modules_of(tensors)}
-    put(folder / PEFT_WEIGHTS, encoded({PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, {}, base))
-    return put(folder / PEFT_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    for inside, own in by_folder(tensors).items():
+        config |= {"target_modules": modules_of(own)}
+        named = {PEFT_PREFIX + name: tensor for name, tensor in own.items()}
+        put(folder / inside / PEFT_WEIGHTS, encoded(named, {}, base))
+        put(folder / inside / PEFT_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    return folder / min(by_folder(tensors)) / PEFT_CONFIG
 
 
 def _unscaled(tensors: Mapping[str, Tensor], alpha: float, where: Path) -> tuple[int, Mapping[str, Tensor]]:
@@ -176,8 +197,9 @@ def weights_file(path: Path, what: str = "LoRA") -> Path:
         header_of(path)
         return path
     for name in (FILE_NAME, PEFT_WEIGHTS):
-        if (path / name).is_file():
-            return weights_file(path / name, what)
+        for inside in ("", EXPERTS[PREFIX]):
+            if (path / inside / name).is_file():
+                return weights_file(path / inside / name, what)
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         if (path / "manifest.json").is_file():
@@ -193,9 +215,27 @@ def is_peft(file: Path) -> bool:
     return file.name == PEFT_WEIGHTS and (file.parent / PEFT_CONFIG).is_file()
 
 
-def read(path: Path, what: str = "LoRA") -> LoraFile:
-    """Reads a diffusers LoRA file or folder, or a PEFT folder. Raises ValueError, one sentence, for anything else."""
+def files_of(path: Path, what: str = "LoRA") -> dict[str, Path]:
+    """Returns the files of a LoRA by the beginning of its layout names: {"": file}, or one per expert; ValueError."""
     file = weights_file(path, what)
+    by_expert = {prefix: file.parent.with_name(inside) / file.name for prefix, inside in EXPERTS.items()}
+    return by_expert if file in by_expert.values() and all(map(Path.is_file, by_expert.values())) else {"": file}
+
+
+def read(path: Path, what: str = "LoRA") -> LoraFile:
+    """Reads a diffusers LoRA file or folder, or a PEFT folder. Raises ValueError, one sentence, for anything else.
+
+    The files of two experts are one LoRA: `by_folder` gives their tensors again.
+    """
+    parts = {prefix: _read(file) for prefix, file in files_of(path, what).items()}
+    tensors = {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.tensors.items()}
+    alphas = {part.alpha for part in parts.values()}
+    if len(alphas) > 1:
+        raise ValueError(f"{path}: experts of different alpha ({sorted(alphas)}) are not supported")
+    return LoraFile(tensors, rank_of(tensors, str(path)), alphas.pop())
+
+
+def _read(file: Path) -> LoraFile:
     header, prefixes, where = header_of(file), [PREFIX], str(file)
     if is_peft(file):
         prefixes, where = [PEFT_PREFIX, PREFIX], str(file.parent)

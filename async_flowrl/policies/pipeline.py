@@ -44,7 +44,7 @@ def on_host(**tensors: Tensor) -> Conditioning:
     return {name: tensor[0].float().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def guided_velocity(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+def guided_velocity(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
     """Returns u + w (c - u) for velocities c (`conditional`) and u (`unconditional`), all [n, ...] of one dtype.
 
     `scale` is w, as diffusers' `true_cfg_scale`; 1 gives c up to rounding. Classifier-free guidance, arXiv 2207.12598.
@@ -297,7 +297,11 @@ class PipelinePolicy(Policy):
         else:
             rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
             conditional, unconditional = self._network(*rows, [*positives, *negatives], sampling).chunk(2)
-        return self._guide(conditional, unconditional, sampling.true_cfg_scale)
+        return self._guide(conditional, unconditional, self._scale(sigma, sampling))
+
+    def _scale(self, sigma: Tensor, sampling: Sampling) -> float | Tensor:
+        """Returns the scale of classifier-free guidance, which may be a tensor that broadcasts to latents [n, ...]."""
+        return sampling.true_cfg_scale
 
     def check(self, sampling: Sampling) -> None:
         if refusal := guidance_refusal("rollout.true_cfg_scale", sampling.true_cfg_scale):
@@ -306,8 +310,13 @@ class PipelinePolicy(Policy):
         if (scale > 0) != self.embeds_guidance:
             value, hint = ("above 0", "it is a network input") if self.embeds_guidance else ("0", "use true_cfg_scale")
             raise ValueError(f"rollout.guidance_scale must be {value} for {self.title}, got {scale}; {hint}")
+        if sampling.true_cfg_scale_2 is not None and not self.experts:
+            raise ValueError(
+                f"rollout.true_cfg_scale_2 is for models with two experts (Wan 2.2), {self.title} has one network, got "
+                f"{sampling.true_cfg_scale_2}: leave it out"
+            )
 
-    def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
         return guided_velocity(conditional, unconditional, scale)
 
     @abstractmethod

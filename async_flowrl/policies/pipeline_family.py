@@ -14,7 +14,14 @@ from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.base import PolicyFamily, Shapes
 from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, scale_factor
 from async_flowrl.policies.quantizer import NOT_QUANTIZED, Quantizer
-from async_flowrl.policies.stored import configuration, on_meta
+from async_flowrl.policies.stored import (
+    EXPERTS,
+    FOLDER,
+    boundary_ratio,
+    configuration,
+    network_folders,
+    on_meta,
+)
 from async_flowrl.transfers import settle
 from async_flowrl.types import Prompt, Sampling
 
@@ -61,7 +68,8 @@ class PipelineFamily(PolicyFamily):
             if parts in ("all", "offload", "cached"):
                 if parts == "cached":
                     options |= dict.fromkeys(inspect.signature(stock).parameters.keys() & set(TEXT_ENCODERS))
-                options |= quantizer.loaded(lambda: self.structure(path, dtype, revision), device)
+                if (quantized := quantizer.loaded(lambda: self.structure(path, dtype, revision), device)) is not None:
+                    options |= self.components(quantized)
                 pipeline = load_whole(
                     stock, path, device, text_on_host=parts == "offload", quantizer=quantizer, **options
                 )
@@ -69,14 +77,19 @@ class PipelineFamily(PolicyFamily):
             if parts in ("structure", "text"):
                 transformer: Any = quantizer.quantized(self.structure(path, dtype, revision))
                 if parts == "text":
-                    options |= {"vae": None, "transformer": None}
+                    networks = self.components(transformer)
+                    options |= {"vae": None, **dict.fromkeys(networks)}
                     pipeline = load_whole(stock, path, device, quantizer=quantizer, **options)
                     # Some pipelines read its configuration when they encode.
-                    pipeline.register_modules(transformer=transformer)
-            elif quantized := quantizer.loaded(lambda: self.structure(path, dtype, revision), device):
-                transformer = quantized["transformer"]
+                    pipeline.register_modules(**networks)
+            elif (loaded := quantizer.loaded(lambda: self.structure(path, dtype, revision), device)) is not None:
+                transformer = loaded
             else:
-                transformer = kind.from_pretrained(path, subfolder="transformer", device_map={"": device}, **options)
+                networks = {
+                    folder: kind.from_pretrained(path, subfolder=folder, device_map={"": device}, **options)
+                    for folder in network_folders(path, revision)
+                }
+                transformer = self.joined(networks, boundary_ratio(path, revision))
                 settle(transformer, device)
             scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
                 path, subfolder="scheduler", revision=revision
@@ -87,9 +100,25 @@ class PipelineFamily(PolicyFamily):
 
     def structure(self, path: str, dtype: torch.dtype, revision: str | None = None) -> nn.Module:
         """Returns the network on the meta device, by its configuration."""
+        return self.network(configuration(path, "transformer", revision), dtype, boundary_ratio(path, revision))
+
+    def network(self, config: Mapping[str, Any], dtype: torch.dtype, ratio: float | None) -> nn.Module:
+        """Returns the network on the meta device; with `ratio` (`boundary_ratio`) it is two alike."""
         import diffusers
 
-        return structure(getattr(diffusers, self.transformer), configuration(path, "transformer", revision), dtype)
+        folders = (FOLDER,) if ratio is None else EXPERTS
+        kind = getattr(diffusers, self.transformer)
+        return self.joined({folder: structure(kind, config, dtype) for folder in folders}, ratio)
+
+    def joined(self, networks: Mapping[str, nn.Module], ratio: float | None) -> nn.Module:
+        """Returns a pipeline's networks, by their names there, as the one that a policy has; ValueError for two."""
+        if ratio is not None:
+            raise ValueError(f"{self.policy.title} has one network, and model_index.json has boundary_ratio={ratio}")
+        return networks[FOLDER]
+
+    def components(self, network: nn.Module) -> dict[str, nn.Module]:
+        """Returns the networks of a policy's network by their names in the pipeline."""
+        return {FOLDER: network}
 
     def own_parts(self, path: str | None, revision: str | None = None) -> dict[str, Any]:
         """Returns the pipeline's parts that diffusers should not load itself; of no path, parts that need no files."""
@@ -115,7 +144,9 @@ class PipelineFamily(PolicyFamily):
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
         options = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": max_sequence_length}
-        return self.policy_of(pipeline.transformer, pipeline.scheduler, pipeline.vae.config, **options)
+        networks = {name: part for name in EXPERTS if (part := getattr(pipeline, name, None)) is not None}
+        network = self.joined(networks, pipeline.config.get("boundary_ratio"))
+        return self.policy_of(network, pipeline.scheduler, pipeline.vae.config, **options)
 
     def stacks(self, transformer: Mapping[str, Any]) -> dict[str, int]:
         """Returns name → number of the blocks that are alike, for a plan; empty if they have no names."""

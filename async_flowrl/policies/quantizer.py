@@ -49,13 +49,13 @@ class Quantizer:
         """Keyword arguments for a family's `load`; without any quantisation none, because others' need not know it."""
         return {"quantizer": self} if self.base or self.text else {}
 
-    def loaded(self, structure: Callable[[], nn.Module], device: torch.device) -> dict[str, nn.Module]:
-        """Returns {"transformer": the quantised network on `device`}; empty if the files' own weights are used."""
+    def loaded(self, structure: Callable[[], nn.Module], device: torch.device) -> nn.Module | None:
+        """Returns the quantised network on `device`; None if the files' own weights are used."""
         if self.base is None:
-            return {}
+            return None
         network = self.quantized(structure())
         fill(network, self.weights(), device)
-        return {"transformer": network}
+        return network
 
     def quantized(self, network: nn.Module) -> nn.Module:
         """Replaces layers of a network on the meta device and returns it."""
@@ -85,7 +85,7 @@ class Quantizer:
             with on_meta(dtype):
                 encoder = kind(kind.config_class.from_pretrained(Path(path) / place.name))
             quantize(encoder, self.text)
-            fill(encoder, KeptWeights(str(folder), dtype=dtype, folder=place.name), device)
+            fill(encoder, KeptWeights(str(folder), dtype=dtype, folders=[place.name]), device)
             encoder.tie_weights()
             encoders[place.name] = encoder
         return encoders

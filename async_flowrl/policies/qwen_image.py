@@ -82,7 +82,7 @@ class QwenImagePolicy(PipelinePolicy):
         tokens = min(self.planned_tokens, self._text_tokens(_TEXT_TOKENS))
         return {"prompt_embeds": (tokens, self._config.joint_attention_dim)}
 
-    def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    def _guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
         return with_norm_of(conditional, super()._guide(conditional, unconditional, scale))
 
     def _network(

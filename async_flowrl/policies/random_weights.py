@@ -22,7 +22,7 @@ from async_flowrl.config.paths import cache_dir
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.quantizer import Quantizer
-from async_flowrl.policies.stored import Weights, configuration, fill
+from async_flowrl.policies.stored import EXPERTS, FOLDER, Weights, configuration, fill
 from async_flowrl.policies.tiny import cached
 from async_flowrl.types import Conditioning, EncoderInput
 
@@ -53,9 +53,7 @@ def _seed(text: str) -> int:
 
 
 def random_weights(family: PipelineFamily, path: str, dtype: torch.dtype) -> RandomWeights:
-    import diffusers
-
-    return RandomWeights(structure(getattr(diffusers, family.transformer), configuration(path, "transformer"), dtype))
+    return RandomWeights(family.structure(path, dtype))
 
 
 def random_policy(
@@ -85,7 +83,7 @@ def random_policy(
     parameters = inspect.signature(stock).parameters
     nothing = dict.fromkeys(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
-    loaded = {"transformer": network, "vae": vae, "scheduler": scheduler}
+    loaded = {**family.components(network), "vae": vae, "scheduler": scheduler}
     pipeline = stock(**nothing | family.own_parts(None) | loaded)
     policy = family.around(pipeline, dtype, max_sequence_length=longest)
     cast("Any", policy).encode = MethodType(_encode, policy)
@@ -113,13 +111,16 @@ def described_folder(name: str, architecture: Architecture, family: PipelineFami
     """Returns a diffusers folder with the configuration files of a published model, and nothing else; it is cached."""
     import diffusers
 
-    network = getattr(diffusers, family.transformer)
-    files = {
-        "model_index": {"_class_name": family.pipeline, "transformer": ["diffusers", family.transformer]},
-        "transformer/config": _with_defaults(network, architecture.transformer),
+    network, ratio = getattr(diffusers, family.transformer), architecture.boundary_ratio
+    networks = (FOLDER,) if ratio is None else EXPERTS
+    files: dict[str, dict[str, Any]] = {
+        "model_index": {"_class_name": family.pipeline, **{of: ["diffusers", family.transformer] for of in networks}},
+        **{f"{folder}/config": _with_defaults(network, architecture.transformer) for folder in networks},
         "vae/config": _with_defaults(getattr(diffusers, architecture.vae["_class_name"]), architecture.vae),
         "scheduler/scheduler_config": dict(architecture.scheduler or {}),
     }
+    if ratio is not None:
+        files["model_index"]["boundary_ratio"] = ratio
 
     def build(folder: Path) -> None:
         for file, content in files.items():

@@ -29,7 +29,16 @@ from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.quantizer import KeptWeights, QuantizedWeights, Quantizer, kept_base
-from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, Weights, file_states, indexed, weights_files
+from async_flowrl.policies.stored import (
+    FILE,
+    FOLDER,
+    StoredWeights,
+    Weights,
+    file_states,
+    indexed,
+    network_folders,
+    weights_files,
+)
 from async_flowrl.transfers import ONE_AT_A_TIME
 from async_flowrl.types import Prompt
 
@@ -175,7 +184,8 @@ def weights_of(model: ResolvedModel) -> Weights:
             return drawn
         return QuantizedWeights(drawn, family.structure(folder, dtype), model.quantize, dtype)
     in_float32 = family.float32_parts() if isinstance(family, PipelineFamily) else frozenset()
-    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision, in_float32=in_float32)
+    folders = network_folders(model.path, model.revision)
+    stored = StoredWeights(model.path, dtype=dtype, revision=model.revision, folders=folders, in_float32=in_float32)
     if model.quantize is None:
         return stored
     network = family.structure(model.path, dtype, model.revision)

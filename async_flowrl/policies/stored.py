@@ -19,6 +19,8 @@ from async_flowrl.config.hub import download, folder_here, hub_file
 from async_flowrl.transfers import settle
 
 FOLDER = "transformer"
+# Folders of the networks of a model with two experts, after which its tensors are named: transformer_2.proj_out.bias.
+EXPERTS = (FOLDER, "transformer_2")
 # The transformer's weights file; the names of several files, and of their index, are derived from it.
 FILE = "diffusion_pytorch_model.safetensors"
 # In the names of files that only together have all tensors of a part, e.g. model-00001-of-00002.safetensors.
@@ -75,7 +77,7 @@ class StoredWeights(Weights):
     """The tensors of safetensors files by name, each read from its file, and cast to `dtype`, at each access.
 
     Those with a part of their name in `in_float32` become float32. `path` is a local diffusers folder, or a hub name
-    at `revision`. Raises ValueError if it has no safetensors files.
+    at `revision`; of several `folders` in it, names begin with the folder. Raises ValueError without safetensors files.
     """
 
     def __init__(
@@ -84,12 +86,17 @@ class StoredWeights(Weights):
         *,
         dtype: torch.dtype,
         revision: str | None = None,
-        folder: str = FOLDER,
+        folders: Sequence[str] = (FOLDER,),
         in_float32: frozenset[str] = frozenset(),
     ) -> None:
-        place = (Path(path) if revision is None else download(path, revision, "transformer")) / folder
-        self.sources = {name: file for file in weights_files(place) for name in elements_in(file)}
-        self._dtype, self._in_float32 = dtype, in_float32
+        root = Path(path) if revision is None else download(path, revision, "transformer")
+        self.sources = {
+            prefix + name: file
+            for folder, prefix in prefixes(folders).items()
+            for file in weights_files(root / folder)
+            for name in elements_in(file)
+        }
+        self._dtype, self._in_float32, self._prefixed = dtype, in_float32, len(folders) > 1
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.read(name)
@@ -100,7 +107,7 @@ class StoredWeights(Weights):
     def read(self, name: str) -> Tensor:
         """Returns a tensor as it is in its file."""
         with safe_open(self.sources[name], framework="pt") as file:
-            return cast("Tensor", file.get_tensor(name))
+            return cast("Tensor", file.get_tensor(name.partition(".")[2] if self._prefixed else name))
 
 
 def weights_files(folder: Path) -> list[Path]:
@@ -148,8 +155,12 @@ def stored_elements(path: str, revision: str | None = None) -> StoredElements:
     Raises the errors of StoredWeights, and of huggingface_hub for missing files of the transformer.
     """
     root = Path(path) if revision is None else folder_here(path, revision)
-    files = weights_files(root / FOLDER)
-    transformer = {name: count for file in files for name, count in elements_in(file).items()}
+    transformer = {
+        prefix + name: count
+        for folder, prefix in prefixes(network_folders(path, revision)).items()
+        for file in weights_files(root / folder)
+        for name, count in elements_in(file).items()
+    }
     text, vae = (sum(map(_elements_of_part, root.glob(part))) for part in ("text_encoder*", "vae"))
     return StoredElements(transformer, text, vae)
 
@@ -167,9 +178,27 @@ def elements_in(file: Path) -> dict[str, int]:
         return {name: math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
+def prefixes(folders: Sequence[str]) -> dict[str, str]:
+    """Returns folder → beginning of the names of its tensors, which is empty for a single folder."""
+    return {folder: f"{folder}." if len(folders) > 1 else "" for folder in folders}
+
+
+def network_folders(path: str, revision: str | None = None) -> tuple[str, ...]:
+    return (FOLDER,) if boundary_ratio(path, revision) is None else EXPERTS
+
+
+def boundary_ratio(path: str, revision: str | None = None) -> float | None:
+    """Returns the noise level below which `transformer_2` computes; None for a model with one network."""
+    ratio = json_file(path, "model_index.json", revision).get("boundary_ratio")
+    return None if ratio is None else float(ratio)
+
+
 def configuration(path: str, part: str, revision: str | None = None) -> dict[str, Any]:
     """Returns config.json of one part of the model, e.g. "vae". Raises ValueError if the file cannot be read."""
-    name = f"{part}/config.json"
+    return json_file(path, f"{part}/config.json", revision)
+
+
+def json_file(path: str, name: str, revision: str | None = None) -> dict[str, Any]:
     try:
         file = Path(path) / name if revision is None else hub_file(path, name, revision)
         return cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))

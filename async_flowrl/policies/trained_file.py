@@ -16,7 +16,7 @@ from torch import Tensor
 from async_flowrl.config.error_text import first_line, quieter
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import ResolvedModel, folder_of, weights_of
-from async_flowrl.policies.stored import FILE, FOLDER, StoredWeights, check_fits
+from async_flowrl.policies.stored import EXPERTS, FILE, FOLDER, StoredWeights, check_fits, network_folders, prefixes
 
 
 @torch.no_grad()
@@ -25,12 +25,18 @@ def apply(pipeline: Any, path: Path) -> None:
     if not is_whole(path):
         apply_lora(pipeline, path)
         return
-    state = pipeline.transformer.state_dict()
-    dtype = next(pipeline.transformer.parameters()).dtype
-    stored = StoredWeights(str(path.parent), dtype=dtype, folder=path.name)
-    check_fits(path, stored, state, all_of=True)
-    for name, tensor in state.items():
-        tensor.copy_(stored[name])
+    for expert in experts_of(pipeline):
+        network, folder = getattr(pipeline, expert), path if expert == FOLDER else path.with_name(expert)
+        state, dtype = network.state_dict(), next(network.parameters()).dtype
+        stored = StoredWeights(str(folder.parent), dtype=dtype, folders=[folder.name])
+        check_fits(folder, stored, state, all_of=True)
+        for name, tensor in state.items():
+            tensor.copy_(stored[name])
+
+
+def experts_of(pipeline: Any) -> list[str]:
+    """Returns the names of a diffusers pipeline's networks: one, or the two of a model with experts."""
+    return [name for name in EXPERTS if getattr(pipeline, name, None) is not None]
 
 
 CONFIG = "config.json"
@@ -41,29 +47,43 @@ SHARD = "5GB"
 def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
     """Writes a transformer in the dtypes of `model` to `folder`, which is never incomplete, and returns `folder`.
 
-    Tensors that are not trained are the base model's. ValueError for one that is not in the model, or of another shape.
+    A second expert gets the folder `transformer_2` beside it. Tensors that are not trained are the base model's.
+    ValueError for one that is not in the model, or of another shape.
     """
+    stored, base = weights_of(model), folder_of(model, "transformer")
+    check_fits(folder, tensors, stored, all_of=False)
+    written = {}
+    for expert, prefix in prefixes(network_folders(str(base))).items():
+        state = {name.removeprefix(prefix): stored[name] for name in sorted(stored) if name.startswith(prefix)}
+        for name, kept in state.items():
+            if (tensor := tensors.get(prefix + name)) is not None:
+                state[name] = tensor.to(kept.dtype).contiguous()
+        target = folder if expert == FOLDER else folder.with_name(expert)
+        written[target] = _write_network(target, state, base / expert / CONFIG)
+    for target, work in written.items():
+        old = target.with_name(f".{target.name}-old")
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        work.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def _write_network(target: Path, state: dict[str, Tensor], config: Path) -> Path:
+    """Writes the files of `target` to a folder beside it, which is returned."""
     from huggingface_hub import save_torch_state_dict
 
-    stored = weights_of(model)
-    check_fits(folder, tensors, stored, all_of=False)
-    state = {name: stored[name] for name in sorted(stored)}
-    state |= {name: tensor.to(state[name].dtype).contiguous() for name, tensor in tensors.items()}
-    work, old = (folder.with_name(f".{folder.name}-{what}") for what in ("unfinished", "old"))
-    for leftover in (work, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    work = target.with_name(f".{target.name}-unfinished")
+    shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    shutil.copyfile(folder_of(model, "transformer") / FOLDER / CONFIG, work / CONFIG)
+    shutil.copyfile(config, work / CONFIG)
     pattern = FILE.replace(".safetensors", "{suffix}.safetensors")
     with quieter(inspect.getfile(save_torch_state_dict), logging.WARNING):  # the logger is named after the file
         save_torch_state_dict(state, work, filename_pattern=pattern, max_shard_size=SHARD)
     for file in work.iterdir():
         file.chmod(0o644)  # safetensors makes files that only their owner can read
-    if folder.exists():
-        folder.rename(old)
-    work.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    return folder
+    return work
 
 
 def is_whole(path: Path) -> bool:
@@ -80,33 +100,40 @@ def apply_lora(pipeline: Any, path: Path) -> None:
     diffusers itself ignores tensors that it does not recognise, and loads nothing from a PEFT folder. Raises
     ValueError, one sentence, if the file cannot be read, and if the model lacks a layer that the LoRA adapts.
     """
-    file = lora_file.weights_file(path)
-    if lora_file.is_peft(file):
-        source = lora_file.read(file)
-        with tempfile.TemporaryDirectory() as work:
-            _load_lora(pipeline, lora_file.write(Path(work), source.tensors, alpha=source.alpha), path)
-    else:
-        _load_lora(pipeline, file, path)
+    with tempfile.TemporaryDirectory() as work:
+        if lora_file.is_peft(lora_file.weights_file(path)):
+            source = lora_file.read(path)
+            files = lora_file.files_of(lora_file.write(Path(work), source.tensors, alpha=source.alpha))
+        else:
+            files = lora_file.files_of(path)
+        experts = experts_of(pipeline)
+        if len(files) != len(experts):
+            raise ValueError(
+                f"LoRA {path} is for {len(files)} networks, {type(pipeline).__name__} of this model has {len(experts)}"
+            )
+        for expert, file in zip(experts, files.values(), strict=True):
+            _load_lora(pipeline, file, path, expert)
 
 
-def _load_lora(pipeline: Any, file: Path, where: Path) -> None:
+def _load_lora(pipeline: Any, file: Path, where: Path, expert: str) -> None:
     from async_flowrl.policies.pipeline_family import quiet
 
-    options = {"weight_name": file.name, "use_safetensors": True}
-    title = type(pipeline).__name__
+    options: dict[str, Any] = {"weight_name": file.name, "use_safetensors": True}
+    title, second = type(pipeline).__name__, {"load_into_transformer_2": True} if expert != FOLDER else {}
     try:
         # The checks below replace diffusers' log lines about unknown names.
         with quiet(), quieter("diffusers.loaders", logging.CRITICAL):
             converted: Any = pipeline.lora_state_dict(str(file.parent), **options)
             _check_whole(converted, title)
-            pipeline.load_lora_weights(str(file.parent), **options)
+            pipeline.load_lora_weights(str(file.parent), **options, **second)
     except (ValueError, RuntimeError, KeyError, AssertionError) as error:
         raise ValueError(f"LoRA {where} cannot be loaded into {title}: {_reason(error)}") from error
-    if not pipeline.get_list_adapters():
+    if expert not in pipeline.get_list_adapters():
         first = min(converted, default="none at all")
         raise ValueError(f"LoRA {where}: none of its tensors belong to {title}; their names are such as {first}")
     adapted = {match["module"] for name in converted if (match := _NAMED.fullmatch(name))}
-    if missing := sorted(adapted - {name.removesuffix(".lora_A") for name, _ in pipeline.transformer.named_modules()}):
+    layers = {name.removesuffix(".lora_A") for name, _ in getattr(pipeline, expert).named_modules()}
+    if missing := sorted(adapted - layers):
         counts = f"{len(missing)} of {len(adapted)} layers"
         raise ValueError(f"LoRA {where} adapts {counts} that {title} does not have, e.g. {missing[0]}")
 

@@ -1,8 +1,7 @@
 """The model family Wan, text to video: latents are [16, frames, h, w]; without `rollout.frames` it makes images."""
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +9,10 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import Resolution, frames_of
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import tiny
-from async_flowrl.policies.pipeline import PipelinePolicy, on_host
+from async_flowrl.policies.experts import Experts
+from async_flowrl.policies.pipeline import PipelinePolicy, on_host, scale_factor
 from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.stored import EXPERTS, FOLDER
 from async_flowrl.types import Conditioning, Sampling
 
 _TEXT_TOKENS = 512  # Default of `max_sequence_length` in WanPipeline.__call__.
@@ -19,7 +20,7 @@ _FRAMES_PER_LATENT = 4
 
 
 class WanPolicy(PipelinePolicy):
-    """Policy of Wan 2.1. `true_cfg_scale` is the scale of plain classifier-free guidance."""
+    """Policy of Wan 2.1 and 2.2. `true_cfg_scale` is the scale of plain classifier-free guidance."""
 
     family, title, stock_guidance = "wan", "Wan", "guidance_scale"
     vae_stages = "temperal_downsample"
@@ -34,7 +35,12 @@ class WanPolicy(PipelinePolicy):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        return list(self.transformer.blocks)  # type: ignore[arg-type]
+        networks = [*self.transformer.children()] if self.experts else [self.transformer]
+        return [block for network in networks for block in cast("Any", network).blocks]
+
+    @property
+    def experts(self) -> Sequence[str]:
+        return EXPERTS if isinstance(self.transformer, Experts) else ()
 
     def _encode_one(self, text: str) -> Conditioning:
         return on_host(prompt_embeds=self._stock_encode(text, None, False)[0])
@@ -62,6 +68,13 @@ class WanPolicy(PipelinePolicy):
             encoder_hidden_states=self._rows(branches, "prompt_embeds", len(latents)),
         )
 
+    def _scale(self, sigma: Tensor, sampling: Sampling) -> float | Tensor:
+        scale, second = sampling.true_cfg_scale, sampling.true_cfg_scale_2
+        if second is None or not isinstance(self.transformer, Experts):
+            return scale
+        high = 1000 * sigma >= self.transformer.boundary
+        return torch.where(high, scale, second).view(-1, 1, 1, 1, 1)
+
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         vae = pipeline.vae
         latents = latents.to(vae.dtype)
@@ -71,33 +84,65 @@ class WanPolicy(PipelinePolicy):
 
     @classmethod
     def pixels_per_token(cls, vae: Mapping[str, Any], transformer: Mapping[str, Any]) -> int:
-        return int(math.prod((2 ** len(vae[cls.vae_stages]), transformer["patch_size"][1])))
+        return int(vae_side(vae) * transformer["patch_size"][1])
+
+    @classmethod
+    def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
+        second = {} if sampling.true_cfg_scale_2 is None else {"guidance_scale_2": sampling.true_cfg_scale_2}
+        return super().guidance_arguments(sampling) | second
+
+
+def vae_side(vae: Mapping[str, Any]) -> int:
+    """Returns the side of one latent in pixels: 8, and 16 of Wan 2.2's own VAE, which cuts images into patches of 2."""
+    return scale_factor(vae, WanPolicy.vae_stages) * int(vae.get("patch_size") or 1)
 
 
 class WanFamily(PipelineFamily):
     policy = WanPolicy
     pipeline, transformer = "WanPipeline", "WanTransformer3DModel"
     text_tokens = _TEXT_TOKENS
+    scale_factor = staticmethod(vae_side)
     # The default of WanPipeline.__call__, diffusers 0.42, and its steps.
     usual_guidance = 5.0, 0.0
     usual_steps = 50
 
+    def joined(self, networks: Mapping[str, nn.Module], ratio: float | None) -> nn.Module:
+        return networks[FOLDER] if ratio is None else Experts(networks, 1000 * ratio)
+
+    def components(self, network: nn.Module) -> dict[str, nn.Module]:
+        return dict(network.named_children()) if isinstance(network, Experts) else super().components(network)
+
 
 def tiny_pipeline(config: TinyConfig) -> Any:
+    """Wan 2.1."""
+    return _tiny(config, (FOLDER,))
+
+
+def tiny_experts(config: TinyConfig) -> Any:
+    """Wan 2.2 with two experts."""
+    pipeline = _tiny(config, EXPERTS, boundary_ratio=0.875)  # As Wan-AI/Wan2.2-T2V-A14B-Diffusers.
+    tiny.spread_norms(pipeline)
+    return pipeline
+
+
+def _tiny(config: TinyConfig, folders: Sequence[str], **options: Any) -> Any:
     import diffusers
     from transformers import UMT5Config, UMT5EncoderModel
 
     tokenizer = tiny.t5_tokenizer()
     sizes = {"d_model": tiny.T5_DIM, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
     text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes))
-    transformer = diffusers.WanTransformer3DModel(
-        num_attention_heads=config.heads,
-        attention_head_dim=16,
-        text_dim=tiny.T5_DIM,
-        freq_dim=32,
-        ffn_dim=32 * config.heads,
-        num_layers=config.layers,
-    )
+    networks = {
+        folder: diffusers.WanTransformer3DModel(
+            num_attention_heads=config.heads,
+            attention_head_dim=16,
+            text_dim=tiny.T5_DIM,
+            freq_dim=32,
+            ffn_dim=32 * config.heads,
+            num_layers=config.layers,
+        ).eval()
+        for folder in folders
+    }
     vae = diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1)
     with torch.no_grad():
         vae.decoder.conv_out.weight.mul_(config.contrast)
@@ -105,9 +150,10 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         tokenizer=tokenizer,
         text_encoder=text_encoder.eval(),
         vae=vae.eval(),
-        # The settings of Wan-AI/Wan2.1-T2V-1.3B-Diffusers.
+        # The settings of Wan-AI/Wan2.1-T2V-1.3B-Diffusers and Wan-AI/Wan2.2-T2V-A14B-Diffusers.
         scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
-        transformer=transformer.eval(),
+        **networks,
+        **options,
     )

@@ -34,6 +34,7 @@ from async_flowrl.policies.registry import (
     resolve_model,
     shapes_of,
 )
+from async_flowrl.policies.stored import boundary_ratio
 from async_flowrl.rewards.registry import (
     check_held_out,
     check_held_out_prompts,
@@ -179,6 +180,9 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     teachers = config.algorithm.teachers
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, teachers)
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
+    if isinstance(family, PipelineFamily) and boundary_ratio(model.path, model.revision) is not None:
+        whole = True
+        check_experts(config)
     if isinstance(family, PipelineFamily) and not whole:
         longest = model.max_sequence_length
         bare = family.described(model.path, revision=model.revision, max_sequence_length=longest)
@@ -206,6 +210,17 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     check_teachers(config, policy, data.train if teachers else ())
     if config.in_shares:
         check_shares(policy, tuning.parameters(policy.transformer).values(), config.trainer.num_workers)
+
+
+def check_experts(config: Config) -> None:
+    """Raises ValueError if the ranks that share a base would need other experts of it at the same time."""
+    shared = config.trainer.num_workers > 1 and (config.is_sharded or config.layout_is_open)
+    if shared and config.algorithm.window_per != "step":
+        raise ValueError(
+            f"algorithm.window_per={config.algorithm.window_per} lets groups of one step train different noise levels, "
+            "and ranks that share a base (trainer.shard) have to compute with the same expert of it: set "
+            "algorithm.window_per=step, or trainer.shard=none"
+        )
 
 
 def check_teachers(config: Config, policy: Policy, prompts: Iterable[Prompt]) -> None:

@@ -168,6 +168,7 @@ def sampling(config: Config, resolution: Resolution | None = None) -> Sampling:
         negative_prompt=rollout.negative_prompt,
         sde_type=config.algorithm.sde_type,
         noise_level=config.algorithm.noise_level,
+        true_cfg_scale_2=rollout.true_cfg_scale_2,
     )
 
 

@@ -1,6 +1,6 @@
 """All trained tensors as one flat float32 vector: reduction, norm, optimizer step and copies are single operations."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,11 @@ class FlatParameters:
     # Called before `values` hold other weights for a while: waits for who still reads them (training/snapshots.py).
     before_change: Callable[[], object] = staticmethod(lambda: None)
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], device: torch.device, experts: Sequence[str] = ()
+    ) -> None:
+        """`experts` are `Policy.experts`."""
+        self._experts = experts
         self._allocate({name: parameter.shape for name, parameter in sorted(parameters.items())}, device)
         self.numel = sum(shape.numel() for shape in self._shapes.values())
         self._copies: dict[str, nn.Parameter] = {}  # The bfloat16 parameters, by name.
@@ -51,6 +55,21 @@ class FlatParameters:
         self.values = nn.Parameter(torch.zeros(end, device=device))
         self.gradients = torch.zeros(end, device=device)
         self.values.grad = self.gradients
+
+    def sections(self) -> dict[str, nn.Parameter]:
+        """Returns the parts of `values` that the optimizer steps on their own: by expert; else "" → all of it."""
+        starts = {
+            expert: min((at for name, at in self._offsets.items() if name.startswith(f"{expert}.")), default=None)
+            for expert in self._experts
+        }
+        if len(trained := {expert: at for expert, at in starts.items() if at is not None}) < 2:
+            return {"": self.values}
+        ends = [*list(trained.values())[1:], len(self.values)]
+        sections = {}
+        for (expert, start), end in zip(trained.items(), ends, strict=True):
+            sections[expert] = nn.Parameter(self.values.data[start:end])
+            sections[expert].grad = self.gradients[start:end]
+        return sections
 
     sharded = False  # True for ShardedParameters: `values` is this rank's share.
 

@@ -217,7 +217,7 @@ class ForwardPasses:
         policy, meta = self._inputs.policy, group.meta
         negative, sampling = None, meta.sampling
         if guidance is not None:
-            sampling = replace(sampling, true_cfg_scale=guidance)
+            sampling = replace(sampling, true_cfg_scale=guidance, true_cfg_scale_2=None)
         if sampling.true_cfg_scale > 1:
             if meta.negative not in self._negatives:
                 raise ValueError(f"the conditioning of negative prompt {meta.negative!r} was not set")

@@ -58,11 +58,15 @@ def shard(
 def prefetch(policy: Policy, ahead: int) -> None:
     """Makes FSDP gather the next `ahead` blocks while one computes, forward and backward; without FSDP does nothing."""
     blocks = [block for block in policy.blocks if isinstance(block, FSDPModule)]
-    if ahead < 1:
+    if ahead < 1 or not blocks:
         return
-    for order, name in ((blocks, "forward"), (blocks[::-1], "backward")):
-        for index, block in enumerate(order):
-            getattr(block, f"set_modules_to_{name}_prefetch")(order[index + 1 : index + 1 + ahead])
+    # An expert's last block must not gather the next expert's first one, which is perhaps not used.
+    of_expert = len(blocks) // max(1, len(policy.experts))
+    for start in range(0, len(blocks), of_expert):
+        own = blocks[start : start + of_expert]
+        for order, name in ((own, "forward"), (own[::-1], "backward")):
+            for index, block in enumerate(order):
+                getattr(block, f"set_modules_to_{name}_prefetch")(order[index + 1 : index + 1 + ahead])
 
 
 def checkpoint_blocks(policy: Policy, how: str) -> None:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,13 +18,18 @@ MIN_RMS_OVER_EPS = 10.0  # Below this ratio of the gradient's RMS to eps, Adam's
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) with float32 weights and moments; `steps` is the number of steps taken."""
+    """AdamW (arXiv 1711.05101) with float32 weights and moments; `steps` is the number of steps taken.
+
+    Of a model with experts, it steps each with a count of its own, and one whose gradient is zero not at all: neither
+    momentum nor weight decay moves it.
+    """
 
     def __init__(self, config: TrainerConfig, parameters: FlatParameters) -> None:
         self._config, self._parameters = config, parameters
         self._fused = parameters.values.device.type == "cuda"
+        self._sections = parameters.sections()
         self._adam = torch.optim.AdamW(
-            [parameters.values],
+            list(self._sections.values()),
             lr=config.learning_rate,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -35,16 +41,23 @@ class Optimizer:
         self.steps = 0
         self._warned = False
 
-    def gradient_norm(self) -> float:
-        return self._parameters.norm(self._parameters.gradients)
+    def gradient_norms(self) -> dict[str, float]:
+        """Returns the norm of the gradient of each expert by name; of a model without experts that of "", all of it."""
+        return {name: self._parameters.norm(_gradient(section)) for name, section in self._sections.items()}
 
-    def step(self, learning_rate: float, norm: float) -> dict[str, float]:
-        """Clips the gradient, whose norm is `norm`, to max_grad_norm, makes a step, and returns metrics."""
-        gradients = self._parameters.gradients
+    def step(self, learning_rate: float, norms: Mapping[str, float]) -> dict[str, float]:
+        """Clips the gradient, of these norms, together to max_grad_norm, makes a step, and returns metrics."""
+        gradients, norm = self._parameters.gradients, math.hypot(*norms.values())
         if norm > self._config.max_grad_norm:
             gradients.mul_(self._config.max_grad_norm / norm)
         self._adam.param_groups[0]["lr"] = learning_rate
+        kept = {name: _gradient(section) for name, section in self._sections.items()}
+        for name, section in self._sections.items():
+            if name and norms[name] == 0:
+                section.grad = None
         self._adam.step()
+        for name, section in self._sections.items():
+            section.grad = kept[name]
         self._parameters.changed()
         self.steps += 1
         rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
@@ -57,31 +70,53 @@ class Optimizer:
                 self._config.eps,
                 over_eps,
             )
-        return {"lr": learning_rate, "grad_norm": norm, "optimizer/rms_over_eps": over_eps}
+        of_experts = {f"grad_norm/{name}": value for name, value in norms.items() if name}
+        return {"lr": learning_rate, "grad_norm": norm, **of_experts, "optimizer/rms_over_eps": over_eps}
 
     def state(self) -> dict[str, Tensor]:
         """Returns the moments for a checkpoint: `<moment>/<tensor name>` → float32 CPU tensor; {} before any step."""
-        kept = self._adam.state.get(self._parameters.values)
-        if not kept:
+        if not self._adam.state:
             return {}
+        of_sections = [self._adam.state.get(section, {}) for section in self._sections.values()]
         return {
             f"{moment}/{name}": view
             for moment in MOMENTS
-            for name, view in self._parameters.named(kept[moment].to("cpu", copy=True)).items()
+            for name, view in self._parameters.named(
+                torch.cat(
+                    [
+                        kept[moment].to("cpu", copy=True) if kept else torch.zeros(section.shape)
+                        for kept, section in zip(of_sections, self._sections.values(), strict=True)
+                    ]
+                )
+            ).items()
         }
 
-    def load(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Restores the moments that `state` returned, and the number of steps. ValueError for other tensors."""
+    @property
+    def expert_steps(self) -> dict[str, int]:
+        """Number of steps of each expert by name; {} for a model without experts."""
+        taken = {name: self._adam.state.get(section, {}).get("step", 0) for name, section in self._sections.items()}
+        return {name: int(steps) for name, steps in taken.items() if name}
+
+    def load(self, tensors: Mapping[str, Tensor], steps: int, of_experts: Mapping[str, int]) -> None:
+        """Restores the moments that `state` returned, and the numbers of steps. ValueError for other tensors."""
         self._adam.state.clear()
         self.steps = steps
         if not tensors:
             return
-        kept = self._adam.state[self._parameters.values]
-        # The fused kernel keeps its step counter on the device.
-        kept["step"] = torch.tensor(float(steps), device=self._parameters.values.device if self._fused else "cpu")
         for moment in MOMENTS:
             mine = {n.removeprefix(f"{moment}/"): t for n, t in tensors.items() if n.startswith(f"{moment}/")}
-            kept[moment] = self._parameters.pack(mine, where=f"optimizer state {moment}")
+            whole = self._parameters.pack(mine, where=f"optimizer state {moment}")
+            parts = torch.split(whole, [len(section) for section in self._sections.values()])
+            for part, section in zip(parts, self._sections.values(), strict=True):
+                self._adam.state[section][moment] = part
+        for name, section in self._sections.items():
+            # The fused kernel keeps its step counter on the device.
+            count = torch.tensor(float(of_experts.get(name, steps)), device=section.device if self._fused else "cpu")
+            self._adam.state[section]["step"] = count
+
+
+def _gradient(section: Tensor) -> Tensor:
+    return cast("Tensor", section.grad)
 
 
 def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> float:

@@ -48,10 +48,11 @@ class ShardedParameters(FlatParameters):
     sharded = True
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], network: nn.Module, world: World, device: torch.device
+        self, parameters: Mapping[str, nn.Parameter], policy: Policy, world: World, device: torch.device
     ) -> None:
-        """`parameters` are FSDP2's, with their weights, by layout name; `network` has them."""
-        self._network, self.world, self._all_copied = network, world, True
+        """`parameters` are FSDP2's, with their weights, by layout name; the network of `policy` has them."""
+        self._network, self.world, self._all_copied = policy.transformer, world, True
+        self._experts = policy.experts
         self._locals = {name: local_of(parameter) for name, parameter in sorted(parameters.items())}
         # Tensor name → shape of the whole tensor.
         self.wholes = {name: tuple(parameter.shape) for name, parameter in sorted(parameters.items())}

@@ -39,6 +39,7 @@ class Snapshots:
         return {
             "version": self.versions.newest,
             "optimizer_steps": self.inputs.optimizer.steps,
+            "expert_steps": self.inputs.optimizer.expert_steps,
             "sum_exponent": self.update.exponent,
             "lora": self._lora,
             "model": {"path": self.inputs.config.model.path, "revision": self.model.revision},
@@ -71,7 +72,8 @@ class Snapshots:
         self.wait()
         self._copies.clear()
         self.inputs.parameters.load(self.inputs.parameters.pack(checkpoint.tensors["weights"], where="weights"))
-        self.inputs.optimizer.load(checkpoint.tensors["optimizer"], int(checkpoint.trainer["optimizer_steps"]))
+        steps, of_experts = checkpoint.trainer["optimizer_steps"], checkpoint.trainer["expert_steps"]
+        self.inputs.optimizer.load(checkpoint.tensors["optimizer"], int(steps), of_experts)
         self.update.exponent = int(checkpoint.trainer["sum_exponent"])
         self.versions.load(checkpoint.tensors)
         if (load_state_dict := getattr(self.inputs.algorithm, "load_state_dict", None)) is not None:

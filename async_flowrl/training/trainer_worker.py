@@ -107,10 +107,10 @@ class TrainerWorker:
         )
         trained = tuning_of(self.config).parameters(self.policy.transformer)
         if self.world.by_group:
-            self.parameters = ShardedParameters(trained, self.policy.transformer, self.world, self.device)
+            self.parameters = ShardedParameters(trained, self.policy, self.world, self.device)
             self.saving = ShardSaving(self.world)
         else:
-            self.parameters = FlatParameters(trained, self.device)
+            self.parameters = FlatParameters(trained, self.device, self.policy.experts)
         prefetch(self.policy, self.config.trainer.prefetch)
         self.optimizer = Optimizer(self.config.trainer, self.parameters)
         self.versions = Versions(self.config, self.parameters, dtypes)

@@ -317,11 +317,11 @@ class Update:
     def step_from(self, before: Tensor, rate: float, step: int) -> dict[str, float]:
         """Takes one step of the optimizer and returns its metrics; copies the weights before it to `before`."""
         inputs = self._inputs
-        norm = inputs.optimizer.gradient_norm()
-        if not math.isfinite(norm):
+        norms = inputs.optimizer.gradient_norms()
+        if not math.isfinite(norm := math.hypot(*norms.values())):
             raise NonFiniteError(f"step {step}: the norm of the summed gradient is {norm}")
         before.copy_(inputs.parameters.values.data)
-        step_metrics = inputs.optimizer.step(rate, norm)
+        step_metrics = inputs.optimizer.step(rate, norms)
         return {**step_metrics, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
 
     def _mine(

@@ -7,19 +7,23 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.schema import ModelConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig
+from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.trained_file import apply
 from tests.integration.runs import WHOLE, Run, train
-from tests.support.families import NAMES, TEXT, pipeline_of, tiny_model
+from tests.support.families import NAMES, TEXT, pipeline_of, policy_of, tiny_model
 from tests.support.tiny import sampling
 from tests.support.video import CHANNELS, FRAMES, build_video
 
 
 def options(family: str) -> list[str]:
     model = tiny_model(family)
-    own = {"flux": ["rollout.guidance_scale=3.5"], "wan": ["rollout.frames=5"]}.get(family, [])
-    return [f"model={model}", "model.tiny.heads=4", "model.tiny.layers=2", "rollout.num_inference_steps=4", *own]
+    own = {"flux": ["rollout.guidance_scale=3.5"], "wan": ["rollout.frames=5"]}
+    own["wan22"] = [*own["wan"], "rollout.true_cfg_scale=4", "rollout.true_cfg_scale_2=3"]
+    small = ["model.tiny.heads=4", "model.tiny.layers=2", "rollout.num_inference_steps=4"]
+    return [f"model={model}", *small, *own.get(family, [])]
 
 
 def check(run: Run, steps: int) -> None:
@@ -41,10 +45,26 @@ def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
 
 
+def test_steps_of_one_side_train_its_expert_alone(tmp_path: Path) -> None:
+    """The other expert's adapter keeps its bits, weight decay included, and both are one version and one folder."""
+    only = ["algorithm.window=list", "algorithm.window_list=[0]", "trainer.weight_decay=0.1", "seed=3"]
+    run = train(tmp_path / "run", "one_step_off", "total_steps=3", *options("wan22"), *only)
+    check(run, 3)
+    assert min(run.column("grad_norm/transformer")) > 0 == max(run.column("grad_norm/transformer_2"))
+    policy = policy_of("wan22")
+    add_lora(policy.transformer, LoraConfig(rank=8, alpha=16.0), policy, seed=3)
+    before, after = lora_parameters(policy.transformer), read(run.root / "lora").tensors
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in before if name.startswith("transformer.")} and len(before) == 2 * 32
+    pipeline = pipeline_of("wan22")
+    apply(pipeline, run.root / "lora")
+    assert pipeline.get_list_adapters() == {"transformer": ["default_0"], "transformer_2": ["default_0"]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
-@pytest.mark.parametrize("family", ["qwen_image_21", "wan"])
+@pytest.mark.parametrize("family", ["qwen_image_21", "wan", "wan22"])
 def test_the_digest_is_one_in_every_mode(family: str, mode: str, tune: str, tmp_path: Path) -> None:
     """Two pools, one that does both, and a run in two parts. Prompts of two lengths share a batch."""
     settings = [*options(family), f"tune={tune}", "save.every=2", "rollout.tickets_per_batch=2"]

@@ -36,6 +36,8 @@ TWO_AND_SLOW = [
 ]
 """All families, of which `make test` runs two: for what is the same code in every family."""
 TEXT, NEGATIVE = "red red red red", "a grey one"
+EXPERTS = {"wan22": "async_flowrl.policies.wan:tiny_experts"}
+"""Tiny models that are no family of their own → value of `model.tiny.family`."""
 N = 3
 """Images of a batch."""
 
@@ -49,9 +51,8 @@ def model_config(family: str) -> ModelConfig:
     """Returns the configuration of the family's tiny model, with short texts if it pads texts, to save time."""
     if family == "qwen_image":
         return ModelConfig(path=str(spread_qwen_image()))
-    return ModelConfig(
-        tiny=TinyConfig(family=family, heads=4), max_sequence_length=None if family in WHOLE_TEXTS else 24
-    )
+    tiny_config = TinyConfig(family=EXPERTS.get(family, family), heads=4)
+    return ModelConfig(tiny=tiny_config, max_sequence_length=None if family in WHOLE_TEXTS else 24)
 
 
 def spread_qwen_image() -> Path:

@@ -16,10 +16,10 @@ from async_flowrl.config.models import Architecture, architectures
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.model_sizes import longest_prompt, text_bytes
-from async_flowrl.policies.pipeline_family import PipelineFamily, structure
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.quantized_layer import quantize
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
-from async_flowrl.policies.stored import configuration, elements_in
+from async_flowrl.policies.stored import boundary_ratio, configuration, elements_in
 from async_flowrl.types import Conditioning
 
 # Returns a context in which new tensors count as host memory (`Ledger.aside`).
@@ -103,10 +103,8 @@ class FakeModel:
 
     def _network(self, aside: Aside, *, on_meta: bool) -> nn.Module:
         # Builds the network in host memory, because its tables are computed, and then replaces its tensors.
-        import diffusers
-
         with aside():
-            network = structure(getattr(diffusers, self.family.transformer), self.known.transformer, self.dtype)
+            network = self.family.network(self.known.transformer, self.dtype, self.known.boundary_ratio)
             quantize(network, self.resolved.quantize)
         for module in network.modules():
             for name, weight in module._parameters.items():
@@ -131,7 +129,7 @@ class FakeModel:
             "weights", nn.Parameter(torch.empty(self.text_bytes, dtype=torch.int8), requires_grad=False)
         )
         return SimpleNamespace(
-            transformer=network,
+            **self.family.components(network),
             scheduler=None,
             vae=decoder,
             text_encoder=text,
@@ -154,9 +152,10 @@ def architecture(config: Config) -> tuple[Architecture, str]:
         known = ", ".join(architectures())
         raise ValueError(f"{path} is not among the known architectures ({known}); give a local folder to plan it")
     transformer, vae = (configuration(resolved.path, part) for part in ("transformer", "vae"))
+    ratio = boundary_ratio(resolved.path)
     encoders = [] if random else sorted(folder.glob("text_encoder*/*.safetensors"))
     text = sum(sum(elements_in(file).values()) for file in encoders)
-    return Architecture(resolved.family, transformer, vae, text, resolved.dtype), resolved.dtype
+    return Architecture(resolved.family, transformer, vae, text, resolved.dtype, boundary_ratio=ratio), resolved.dtype
 
 
 def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:

@@ -137,7 +137,7 @@ def settle(worker: TrainerWorker, config: Config) -> None:
     for group in worker.optimizer._adam.param_groups:
         group["fused"], group["foreach"] = True, False
     worker.snapshots.wait()  # What it copies must not change.
-    worker.optimizer.step(0.0, 1.0)
+    worker.optimizer.step(0.0, dict.fromkeys(worker.optimizer.gradient_norms(), 1.0))
 
 
 def update(worker: TrainerWorker, config: Config) -> TrainRequest:

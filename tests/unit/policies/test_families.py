@@ -119,7 +119,7 @@ def test_every_adapted_layer_has_a_gradient_and_every_excluded_one_has_none(fami
     exclude = policy.lora_exclude
 
     class Whole:
-        lora_targets, lora_exclude = policy.lora_targets, None
+        lora_targets, lora_exclude, experts = policy.lora_targets, None, policy.experts
 
     add_lora(policy.transformer, LoraConfig(2, 16.0), Whole(), seed=0)  # type: ignore[arg-type]
     randomise(lora_parameters(policy.transformer))

@@ -1,6 +1,7 @@
 """Tests of every model of configs/architectures/ at its own size, without weights: LoRA, tokens, schedule."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from async_flowrl.policies.lora import attach_lora, lora_modules, lora_parameter
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import load_family
+from async_flowrl.policies.stored import EXPERTS
 from tests.support.families import NAMES, how
 
 ADAPTED = {
@@ -27,10 +29,12 @@ ADAPTED = {
     "Tongyi-MAI/Z-Image-Turbo": (34 * 7, 2_480_640),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (20 * 8, 716_800),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (30 * 8, 737_280),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (2 * 40 * 8, 6_553_600),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (30 * 8, 1_474_560),
 }
 """Layers with a LoRA, blocks times those of a block less those without effect, and the numbers of one of rank 1."""
 SIZES: list[Resolution] = [512, 1024, (768, 1344)]
-VIDEOS: list[Resolution] = [(81, 480, 832), (33, 720, 1280)]
+VIDEOS: list[Resolution] = [(81, 480, 832), (33, 704, 1280)]
 KNOWN = [name for name in ADAPTED if architectures()[name].family in NAMES]
 
 
@@ -95,8 +99,7 @@ def test_its_lora_has_the_layers_and_the_shapes_of_its_network(name: str) -> Non
     architecture = architectures()[name]
     family = family_of(architecture)
     table = {"pos_embed_max_size": 16} if architecture.family == "sd3" else {}  # which takes long to compute
-    with torch.device("meta"):
-        network: Any = getattr(diffusers, family.transformer)(**architecture.transformer | table)
+    network = family.network({**architecture.transformer, **table}, torch.bfloat16, architecture.boundary_ratio)
     shapes = {layer: tuple(module.weight.shape) for layer, module in network.named_modules() if is_linear(module)}
     policy = family.policy_of(network, None, architecture.vae, dtype=torch.bfloat16)
     attach_lora(network, LoraConfig(rank=1, alpha=1.0), policy)
@@ -118,10 +121,12 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
     """Stock pipelines, stopped where they call the network for the first time."""
     architecture = architectures()[name]
     family = family_of(architecture)
-    network = Part(getattr(diffusers, family.transformer), architecture.transformer)
+    part = Part(getattr(diffusers, family.transformer), architecture.transformer)
+    networks = dict.fromkeys(EXPERTS[: 1 if architecture.boundary_ratio is None else 2], part)
+    network = family.joined(networks, architecture.boundary_ratio)
     vae = Part(getattr(diffusers, architecture.vae["_class_name"]), architecture.vae)
     policy = family.policy_of(network, published_scheduler(architecture), architecture.vae, dtype=torch.float32)
-    stock = stock_pipeline(family, network, vae, stock_scheduler(architecture))
+    stock = stock_pipeline(family, networks, vae, stock_scheduler(architecture), architecture.boundary_ratio)
     for size in [*SIZES, *(VIDEOS if policy.makes_videos else ())]:
         (height, width), steps = height_width(size), family.usual_steps
         with pytest.raises(Reached) as reached:
@@ -141,12 +146,14 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
         assert torch.equal(stock.scheduler.sigmas.cpu().float(), policy.sigmas(steps, size)), size
 
 
-def stock_pipeline(family: PipelineFamily, network: Part, vae: Part, scheduler: Any) -> Any:
+def stock_pipeline(
+    family: PipelineFamily, networks: Mapping[str, nn.Module], vae: Part, scheduler: Any, ratio: float | None
+) -> Any:
     kind = getattr(diffusers, family.pipeline)
     parameters = inspect.signature(kind).parameters.items()
     nothing = dict.fromkeys(name for name, parameter in parameters if parameter.default is parameter.empty)
-    parts = nothing | family.own_parts(None) | {"transformer": network, "vae": vae, "scheduler": scheduler}
-    pipeline = kind(**parts)
+    parts = nothing | family.own_parts(None) | {**networks, "vae": vae, "scheduler": scheduler}
+    pipeline = kind(**parts, **({} if ratio is None else {"boundary_ratio": ratio}))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
+from async_flowrl.policies.registry import load_family, load_policy, resolve_model, weights_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from checkpoint_engine import base_digest
 from tests.support.families import NEGATIVE, TEXT, conditioning, how, model_config
@@ -19,21 +19,27 @@ from tests.unit.rollout.trajectories import replay
 STEPS = 4
 
 
-@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("name", "cfg", "second"),
+    [("wan", 1.0, None), ("wan", 4.0, None), ("wan22", 1.0, None), ("wan22", 4.0, None), ("wan22", 4.0, 2.0)],
+)
 @pytest.mark.parametrize("size", [(5, 32, 48), (9, 48, 32)])
-def test_videos_are_the_stock_pipelines(size: tuple[int, int, int], cfg: float, shared_models: SharedModels) -> None:
-    policy, pipeline = shared_models.policy("wan"), shared_models.pipeline("wan")
-    sampling = replace(how("wan", cfg=cfg), resolution=size)
+def test_videos_are_the_stock_pipelines(
+    size: tuple[int, int, int], name: str, cfg: float, second: float | None, shared_models: SharedModels
+) -> None:
+    policy, pipeline = shared_models.policy(name), shared_models.pipeline(name)
+    sampling = replace(how(name, cfg=cfg), resolution=size, true_cfg_scale_2=second)
+    arguments = load_family("wan").guidance_arguments(sampling)
+    assert arguments.get("guidance_scale_2") == second
     start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
     frames, height, width = size
     theirs = pipeline(
         [TEXT] * 2,
-        negative_prompt=[NEGATIVE] * 2,
+        **arguments | {"negative_prompt": [NEGATIVE] * 2},
         height=height,
         width=width,
         num_frames=frames,
         num_inference_steps=STEPS,
-        guidance_scale=cfg,
         latents=start,
         output_type="pt",
         max_sequence_length=24,
@@ -50,10 +56,11 @@ def test_videos_are_the_stock_pipelines(size: tuple[int, int, int], cfg: float, 
     assert (ours[:, 0].float() - ours[:, -1].float()).abs().mean() > 1, "its frames differ"
 
 
+@pytest.mark.parametrize("name", ["wan", "wan22"])
 @pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
-def test_the_trainer_replays_a_video(cfg: float, kind: str, shared_models: SharedModels) -> None:
-    policy, size = shared_models.policy("wan"), (5, 32, 48)
-    sampling = replace(how("wan", cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size)
+def test_the_trainer_replays_a_video(name: str, cfg: float, kind: str, shared_models: SharedModels) -> None:
+    policy, size = shared_models.policy(name), (5, 32, 48)
+    sampling = replace(how(name, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size, num_inference_steps=6)
     made = DiffusersEngine(policy).generate([request(3, how=sampling)])[0]
     assert made.trajectory is not None and made.images.shape == (3, *size, 3)
     _, negative = conditioning(policy)

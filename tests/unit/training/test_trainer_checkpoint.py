@@ -129,7 +129,7 @@ def test_resuming_goes_on_bit_for_bit(tmp_path: Path, sampler: rig.Sampler) -> N
     assert rig.equal(rig.weights(resumed, average=True), rig.weights(whole, average=True))
     forgetful = rig.trainer(config)
     forgetful.restore(path)
-    forgetful.optimizer.load({}, 0)
+    forgetful.optimizer.load({}, 0, {})
     rig.update(forgetful, 2, stale)
     assert forgetful.parameters.fingerprint() != whole.parameters.fingerprint(), (
         "Adam's moments matter, so they are in the checkpoint"
