@@ -21,7 +21,8 @@ from separation.supervise import leaves
 
 logger = logging.getLogger(__name__)
 
-# A reward: images uint8 [n, H, W, 3] of one prompt → one result per image.  It is called for one group at a time:
+# A reward: images uint8 [n, H, W, 3] of one prompt, or with an attribute `video` that is True also videos uint8
+# [n, F, H, W, 3] → one result per image or video. It is called for one group at a time:
 # neighbouring images of a request with the same size and prompt. It raises PromptRefused for a prompt that it does not
 # score; any other exception is a failure of the reward.
 Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
@@ -102,6 +103,10 @@ class Scorer:
     async def _scored(self, pending: PendingRequest) -> list[Result]:
         request, results = pending.request, list[Result]()
         images = await asyncio.to_thread(contract.decode_images, request.images, self.limits)
+        if request.frames > 1:
+            if not getattr(self._score, "video", False):
+                raise ContractError("this server scores images, and the request has videos")
+            images = _videos(images, request.frames)
         for members, prompt in _groups(images, request.prompts):
             await _check_there(pending, f"after {sum(len(result.scores) for result in results)} of its images")
             results.append(await self._group(np.stack(members), prompt))
@@ -117,6 +122,15 @@ class Scorer:
             logger.exception("a group could not be scored")
             sentence = str(first) if isinstance(first, RewardError) else f"the reward failed: {in_one_line(first)}"
             raise HTTPException(500, sentence) from error
+
+
+def _videos(images: Sequence[ByteArray], frames: int) -> list[ByteArray]:
+    """Returns videos [frames, H, W, 3] of images in order. Raises ContractError if a video's frames differ in size."""
+    videos = [images[start : start + frames] for start in range(0, len(images), frames)]
+    for index, video in enumerate(videos):
+        if len({frame.shape for frame in video}) > 1:
+            raise ContractError(f"video {index} has frames of several sizes")
+    return [np.stack(video) for video in videos]
 
 
 async def _check_there(pending: PendingRequest, when: str) -> None:

@@ -58,8 +58,6 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
     if served := [name for name, term in config.terms.items() if term.serve is not None]:
         raise ValueError(f"reward.terms.{served[0]}.serve: servers are started by runs; give its command to a shell")
     reward = build_reward(config)
-    if videos := [term.name for term in reward.terms if term.video]:
-        raise ValueError(f"reward {videos[0]!r} takes videos, and a request has images: name it in the run itself")
     executor = ThreadPoolExecutor(max(8, len(reward.terms)), thread_name_prefix="score")
 
     async def score(images: ByteArray, prompt: Prompt) -> Sequence[object]:
@@ -76,6 +74,7 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
             raise PromptRefused(str(error)) from error
         return results(await reward.score(target_prompt, images, executor), config)
 
+    score.video = True  # type: ignore[attr-defined]
     return score
 
 

@@ -34,6 +34,8 @@ class Reward(Protocol):
     - `check(prompt)` raises ValueError for a prompt that the reward cannot score. The controller's process builds the
       reward and calls `check` for every prompt at start-up, so building it must be cheap: load weights in the first
       call.
+    - `check_group(images, frames)` raises ValueError for a group of so many images, or videos of so many frames, that
+      the reward cannot score. It is called at start-up, as `check` is.
     - `connect(urls, token)` passes the URLs of servers that the run has started for the term (`serve`). Every reward
       worker calls it when the servers are ready, and again after one came up at another address. `token` is text or
       None.

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import hashlib
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from async_flowrl.config.error_text import unknown_name
+from async_flowrl.config.resolution import spaced_frames
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.endpoint import LIMITS, Endpoint, check_numbers, checked_urls
 from async_flowrl.types import ByteArray, Prompt, Requests
@@ -41,6 +42,9 @@ class HTTP:
     max_reply_bytes: int = 16 * 2**20
     deterministic: bool = False
     needs_target: bool = False
+    video: bool = False
+    frames: int | None = 16
+    max_images: int = contract.Limits.images
 
     # Option that is required unless the term has `serve`, and an example of its value.
     wants_server: ClassVar[tuple[str, str]] = ("url", "http://127.0.0.1:8000")
@@ -50,7 +54,9 @@ class HTTP:
             raise ValueError(unknown_name("the http reward's batch", str(self.batch), (GROUP, ONE_BY_ONE)))
         if self.encoding not in (encodings := (*contract.FORMATS, MULTIPART)):
             raise ValueError(unknown_name("the http reward's encoding", str(self.encoding), encodings))
-        check_numbers("http", vars(self), (*LIMITS, ("max_reply_bytes", 1, math.inf)))
+        numbers = (("max_reply_bytes", 1, math.inf), ("max_images", 1, math.inf), ("frames", 1, math.inf))
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        check_numbers("http", {"frames": 1, **given}, (*LIMITS, *numbers))
         self._endpoint = Endpoint(_endpoints(self.url), vars(self), reply_bytes=self.max_reply_bytes, token="token_env")
 
     def check(self, prompt: Prompt) -> None:
@@ -58,6 +64,19 @@ class HTTP:
         if self.needs_target and not prompt.target:
             raise ValueError(f"needs_target=true, and prompt {prompt.text!r:.80} has none in double quotes or a column")
         contract.prompt_fields(prompt)
+
+    def check_group(self, images: int, frames: int) -> None:
+        """Raises ValueError if a request would have more images, or frames, than `max_images`."""
+        sent = self._frames(frames) * (images if self.batch == GROUP else 1)
+        if sent > self.max_images:
+            raise ValueError(
+                f"a request would have {sent} images, and max_images={self.max_images} is what serve-rewards takes at "
+                "once: set fewer frames (reward.frames; with video=true the option frames), or batch=one_by_one, or "
+                "max_images as the server's --max-images"
+            )
+
+    def _frames(self, frames: int) -> int:
+        return min(frames, self.frames or frames) if self.video else frames
 
     def counted(self) -> Requests:
         return self._endpoint.counted()
@@ -68,16 +87,21 @@ class HTTP:
     def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
         """Encodes images uint8 [n, H, W, 3] in the caller's thread and returns a coroutine that fetches their scores.
 
-        The coroutine raises ServerError if no server is known, or if a request fails.
+        With `video` they are videos [n, F, H, W, 3]. The coroutine raises ServerError if no server is known, or if a
+        request fails.
         """
         kind = PNG if self.encoding == MULTIPART else self.encoding
-        files = [contract.encode_image(image, kind) for image in images]
-        parts = [files] if self.batch == GROUP else [[file] for file in files]
-        if self.encoding == MULTIPART:
-            requests = [multipart(part, prompt, kind) for part in parts]
-        else:
-            fields = [contract.prompt_fields(prompt)]
-            requests = [(contract.request_body(part, fields), "application/json") for part in parts]
+        frames = self._frames(images.shape[1]) if self.video else 1
+        videos = images[:, spaced_frames(images.shape[1], frames)] if self.video else images[:, None]
+        files = [[contract.encode_image(image, kind) for image in video] for video in videos]
+        parts = [files] if self.batch == GROUP else [[video] for video in files]
+        requests, fields = [], [contract.prompt_fields(prompt)]
+        for part in parts:
+            flat = [file for video in part for file in video]
+            if self.encoding == MULTIPART:
+                requests.append(multipart(flat, fields, kind, frames))
+            else:
+                requests.append((contract.request_body(flat, fields, frames), "application/json"))
         return self._scores(requests, [len(part) for part in parts], first=prompt.index)
 
     async def _scores(self, requests: Sequence[tuple[bytes, str]], counts: Sequence[int], *, first: int) -> list[Any]:
@@ -93,9 +117,11 @@ class HTTP:
         return [result for reply in replies if isinstance(reply, list) for result in reply]
 
 
-def multipart(files: Sequence[bytes], prompt: Prompt, kind: str) -> tuple[bytes, str]:
+def multipart(
+    files: Sequence[bytes], prompts: Sequence[Mapping[str, Any]], kind: str, frames: int = 1
+) -> tuple[bytes, str]:
     """Returns the contract's request as multipart/form-data (RFC 7578): body and content type."""
-    fields = contract.dumps({"version": contract.VERSION, "prompts": [contract.prompt_fields(prompt)]})
+    fields = contract.dumps(contract.request_fields(prompts, frames))
     images = [("images", (f"{index}.{kind}", file, f"image/{kind}")) for index, file in enumerate(files)]
     # The boundary follows from the images, so that equal requests have equal bytes.
     kind_of_body = f"multipart/form-data; boundary={hashlib.sha256(b''.join(files)).hexdigest()}"

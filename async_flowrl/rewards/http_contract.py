@@ -1,4 +1,4 @@
-"""The HTTP contract of reward servers, version 1: the content of requests and replies, and the encoding of images.
+"""The HTTP contract of reward servers: the content of requests and replies, and the encoding of images.
 
 docs/rewards/http.md describes the contract. This module imports nothing heavy, because servers with an environment of
 their own use it too.
@@ -20,7 +20,8 @@ from async_flowrl.config.error_text import shortened
 from async_flowrl.rewards.call import Result
 from async_flowrl.types import ByteArray, Prompt
 
-VERSION = 1
+# Version of requests of images, and of all replies; and of requests of videos.
+VERSION, VIDEO_VERSION = 1, 2
 PATH, HEALTH = "/v1/score", "/health"
 # png is lossless; jpeg is smaller but changes the pixels that are scored.
 FORMATS = ("png", "jpeg")
@@ -53,10 +54,11 @@ class Limits:
 
 
 class ScoreRequest(NamedTuple):
-    """Encoded images and one prompt for each of them."""
+    """Encoded images and one prompt for each of them; or of each `frames` of them, which are a video."""
 
     images: Sequence[bytes]
     prompts: Sequence[Prompt]
+    frames: int = 1
 
 
 def encode_image(image: ByteArray, kind: str) -> bytes:
@@ -144,10 +146,16 @@ def shown(body: bytes) -> str:
     return repr(shortened(" ".join(body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split()), SHOWN_CHARACTERS))
 
 
-def request_body(images: Sequence[bytes], prompts: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns the JSON request; `prompts` holds one prompt for all images, or one for each."""
+def request_body(images: Sequence[bytes], prompts: Sequence[Mapping[str, Any]], frames: int = 1) -> bytes:
+    """Returns the JSON request; `prompts` holds one prompt for all images (videos of `frames` images), or for each."""
     encoded = [base64.b64encode(image).decode() for image in images]
-    return dumps({"version": VERSION, "images": encoded, "prompts": list(prompts)})
+    return dumps(request_fields(prompts, frames) | {"images": encoded})
+
+
+def request_fields(prompts: Sequence[Mapping[str, Any]], frames: int = 1) -> dict[str, Any]:
+    """Returns the fields of a request without its images."""
+    version = {"version": VERSION} if frames == 1 else {"version": VIDEO_VERSION, "frames": frames}
+    return {**version, "prompts": list(prompts)}
 
 
 def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limits: Limits) -> ScoreRequest:
@@ -155,9 +163,10 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
 
     Raises ContractError, or TooMuch for too many images.
     """
-    if (version := fields.get("version")) != VERSION:
-        raise ContractError(f"version must be {VERSION}, got {version!r:.20}")
+    if (version := fields.get("version")) not in (VERSION, VIDEO_VERSION):
+        raise ContractError(f"version must be {VERSION}, or {VIDEO_VERSION} of videos, got {version!r:.20}")
     names = ("version", "prompts") if files is not None else ("version", "images", "prompts")
+    names = (*names, "frames") if version == VIDEO_VERSION else names
     if unknown := sorted(set(fields) - set(names)):
         raise ContractError(f"the request has {', '.join(names)}; unknown: {', '.join(unknown)[:80]}")
     encoded = files if files is not None else fields.get("images")
@@ -166,11 +175,14 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
     if len(encoded) > limits.images:
         raise TooMuch(f"{len(encoded)} images are more than {limits.images}")
     images = list(files) if files is not None else [_from_base64(index, text) for index, text in enumerate(encoded)]
-    prompts = fields.get("prompts")
-    if not isinstance(prompts, list) or len(prompts) not in (1, len(images)):
-        raise ContractError(f"prompts must be a list of one prompt for all images, or of {len(images)}, one for each")
+    prompts, frames = fields.get("prompts"), fields.get("frames", 1)
+    if not isinstance(frames, int) or isinstance(frames, bool) or frames < 1 or len(images) % frames:
+        raise ContractError(f"frames must be an integer that divides the {len(images)} images, got {frames!r:.20}")
+    scored = len(images) // frames
+    if not isinstance(prompts, list) or len(prompts) not in (1, scored):
+        raise ContractError(f"prompts must be a list of one prompt for all images, or of {scored}, one for each")
     read = [read_prompt(index, entry) for index, entry in enumerate(prompts)]
-    return ScoreRequest(images, read if len(read) == len(images) else read * len(images))
+    return ScoreRequest(images, read if len(read) == scored else read * scored, frames)
 
 
 def read_prompt(index: int, entry: object) -> Prompt:

@@ -1,6 +1,7 @@
-"""Rewards that are formulas of an image's pixels, without weights: sharpness, colorfulness, color and the JPEG size."""
+"""Rewards that are formulas of the pixels of images, or of videos, without weights."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -75,3 +76,37 @@ def jpeg_incompressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]
 def jpeg_compressibility(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     """Returns minus the JPEG size in kilobytes: flat areas score high. flow_grpo divides it by 500."""
     return [-size for size in jpeg_incompressibility(images, prompt)]
+
+
+def flicker(videos: ByteArray, prompt: Prompt) -> Sequence[float]:
+    """Returns 1 - the mean of |change from a frame to the next| / 255 of each video [n, F, H, W, 3]: 1 if it is still.
+
+    That is "temporal flickering" of VBench (arXiv 2311.17982), which takes it of scenes that should stand still.
+    """
+    changes = [[np.abs(b - a).mean() for a, b in pairwise(video.astype(np.float64))] for video in videos]
+    return [1.0 - float(np.mean(of_video or [0.0])) / 255.0 for of_video in changes]
+
+
+def motion(videos: ByteArray, prompt: Prompt) -> Sequence[float]:
+    """Returns the motion of each video [n, F, H, W, 3], 0 if it is still to 1 if every frame moves as below, or more.
+
+    Of a pair of frames it is the mean length of the longest 5 % of the optical flow, divided by 6 / 256 of the shorter
+    side, and at most 1; from there on VBench (arXiv 2311.17982, "dynamic degree") calls a frame dynamic. The flow is
+    Farnebäck's of OpenCV (2003), not RAFT's: noise and flashes move, too.
+    """
+    return [float(np.mean([_moved(a, b) for a, b in pairwise(video)] or [0.0])) for video in videos]
+
+
+def _moved(before: ByteArray, after: ByteArray) -> float:
+    import cv2  # installed with rapidocr
+
+    first, second = (cv2.cvtColor(np.ascontiguousarray(frame), cv2.COLOR_RGB2GRAY) for frame in (before, after))
+    start = np.zeros((*first.shape, 2), dtype=np.float32)
+    flow = cv2.calcOpticalFlowFarneback(first, second, start, 0.5, 3, 15, 3, 5, 1.2, 0)
+    lengths = np.sort(np.linalg.norm(flow.astype(np.float64), axis=-1), axis=None)
+    fastest = float(lengths[-max(1, len(lengths) // 20) :].mean())
+    return min(1.0, fastest / (6.0 / 256.0 * float(min(first.shape))))
+
+
+for _reward in (flicker, motion):
+    _reward.video = True  # type: ignore[attr-defined]

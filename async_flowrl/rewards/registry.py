@@ -27,6 +27,8 @@ REWARDS = {
     "color": "async_flowrl.rewards.image_statistics:Color",
     "sharpness": "async_flowrl.rewards.image_statistics:sharpness",
     "colorfulness": "async_flowrl.rewards.image_statistics:colorfulness",
+    "flicker": "async_flowrl.rewards.image_statistics:flicker",
+    "motion": "async_flowrl.rewards.image_statistics:motion",
     "clip_score": "async_flowrl.rewards.clip:ClipScore",
     "pickscore": "async_flowrl.rewards.clip:PickScore",
     "hpsv2": "async_flowrl.rewards.hps:HPSv2",
@@ -119,6 +121,22 @@ def prompt_check(config: RewardConfig, section: str = TRAINED) -> Callable[[Prom
     return lambda prompt: reward.check((prompt,))
 
 
+def check_groups(config: Config, frames: int) -> None:
+    """Raises ValueError for a term that cannot take a group; `frames` are the most that a video has, 1 of images."""
+    for section, terms, images in (
+        (TRAINED, config.reward.terms, max(config.group_size, config.evaluate.images_per_prompt)),
+        (HELD_OUT, config.evaluate.reward.terms, config.evaluate.images_per_prompt),
+    ):
+        for key, term in terms.items():
+            if hasattr(resolve_term(key, term, section), "check_group"):
+                built = _build(key, term, section)
+                own = frames if built.video else min(frames, config.reward.frames or frames)
+                try:
+                    cast("Any", built.reward).check_group(images, own)
+                except ValueError as error:
+                    raise ValueError(f"{section}.{key}: {error}") from error
+
+
 def _build(key: str, term: RewardTerm, section: str = TRAINED) -> Term:
     """Builds a term: a class gets its options now, a function with every call; other objects are used as they are."""
     where, attribute = f"{section}.{key}", resolve_term(key, term, section)
@@ -136,7 +154,7 @@ def _build(key: str, term: RewardTerm, section: str = TRAINED) -> Term:
                 raise ValueError(f"{where}: {flag} must be said at the class itself, its instance says something else")
     else:
         built = functools.partial(attribute, **term.options) if term.options else attribute
-    flags = {flag: _flag(where, attribute, flag) for flag in (POINTWISE, VIDEO)}
+    flags = {flag: _flag(where, attribute, flag, term.options) for flag in (POINTWISE, VIDEO)}
     return Term(key, term.weight, cast("Reward", built), required=term.required, **flags)
 
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, ClassVar, NamedTuple, cast
 
 from async_flowrl.config.error_text import shortened, unknown_name
 from async_flowrl.config.paths import expanded
+from async_flowrl.config.resolution import spaced_frames
 from async_flowrl.rewards.endpoint import LIMITS, Endpoint, ServerError, check_numbers, checked_urls
 from async_flowrl.rewards.http_contract import (
     SHOWN_CHARACTERS,
@@ -52,6 +53,11 @@ GROUP_TEMPLATE = (
     'Answer with JSON only, {"scores": [NUMBER, ...]}, one number per image in their order, from {min} (not at all) to '
     "{max} (perfectly)."
 )
+# Part of these templates → what stands there where the images are frames of a video.
+OF_VIDEOS = {
+    "The image was made": "These {count} images are frames, in their order, of a video that was made",
+    "this image shows": "this video shows, of which these {count} images are frames",
+}
 # Mode → default limit of the tokens of an answer.
 MAX_TOKENS = {SCORE: 256, TRANSCRIBE: 512, PROBABILITIES: 4}
 ONE_BY_ONE, GROUP = "one_by_one", "group"
@@ -65,6 +71,7 @@ NUMBERS = (
     ("min_mass", 0.0, 1.0),
     ("max_tokens", 1, math.inf),
     ("top_logprobs", 1, MAX_TOP_LOGPROBS),
+    ("frames", 1, math.inf),
 )
 # Tolerance above 0 for log-probabilities, because servers round them.
 LOGPROB_ROUNDING = 1e-3
@@ -193,6 +200,8 @@ class ReplyCache:
 class VLMJudge:
     """Scores images by a judge's answers; an answer without a readable score raises an error and never counts as 0.
 
+    With `video` it scores videos: a question has at most `frames` frames of one, evenly spaced.
+
     `mode`: `score` reads JSON with a number within `range`, scaled to 0 .. 1 by `normalise`, or the number after
     `after`; `transcribe` compares the text that the judge reads with `prompt.target`, as the reward `ocr` does;
     `probabilities` is the expected value of `answers` by their probabilities as first token, which together must reach
@@ -223,6 +232,8 @@ class VLMJudge:
     retries: int = 4
     concurrency: int = 32
     cache: str | None = None
+    video: bool = False
+    frames: int = 8
 
     deterministic: ClassVar[bool] = False
     # Option that is required unless the term has `serve`, and an example of its value.
@@ -235,7 +246,12 @@ class VLMJudge:
         self._tokens = MAX_TOKENS[self.mode] if self.max_tokens is None else self.max_tokens
         check_numbers("vlm_judge", vars(self) | {"max_tokens": self._tokens}, (*LIMITS, *NUMBERS))
         self._group = self.images == GROUP
+        if self._group and self.video:
+            raise ValueError("the vlm_judge reward's video=true asks about one video at a time: leave images=group out")
         self._template = self.prompt_template or (GROUP_TEMPLATE if self._group else TEMPLATES[self.mode])
+        if self.video and self.prompt_template is None:
+            for of_image, of_video in OF_VIDEOS.items():
+                self._template = self._template.replace(of_image, of_video)
         self._needs_target = "target" in _placeholders(self._template, self.mode) or self.mode == TRANSCRIBE
         self._values, self._bounds = _answers(self.answers), _rising(self.range)
         self._endpoint = Endpoint(_urls(self.base_url), vars(self), reply_bytes=MAX_REPLY_BYTES, token="api_key_env")
@@ -266,6 +282,8 @@ class VLMJudge:
         """Returns score and extras per image. Raises ServerError once all calls have ended; good replies are kept."""
         self.check(prompt)
         calls = [list(images)] if self._group else [[image] for image in images]
+        if self.video:
+            calls = [list(video[spaced_frames(len(video), self.frames)]) for video in images]
         keys = [self._key(prompt, call) for call in calls]
         distinct = dict(zip(keys, calls, strict=True))
         if self._cache is not None:
@@ -284,12 +302,12 @@ class VLMJudge:
     async def _judged(self, key: bytes, images: list[ByteArray], prompt: Prompt) -> list[Verdict]:
         kept = None if self._cache is None else self._cache.get(key)
         if kept is not None:
-            return self._verdicts(kept, len(images), prompt, cached=True)
+            return self._verdicts(kept, len(images) if self._group else 1, prompt, cached=True)
         body = dumps(self._body(prompt, [png_url(image) for image in images]))
 
         def read(content: bytes) -> tuple[Answer, list[Verdict]]:
             answer = Answer.of(content)
-            return answer, self._verdicts(answer, len(images), prompt, cached=False)
+            return answer, self._verdicts(answer, len(images) if self._group else 1, prompt, cached=False)
 
         answer, verdicts = await self._endpoint.post(body, "application/json", key[0], read)
         if self._cache is not None:

@@ -12,6 +12,7 @@ from async_flowrl.config.resolution import (
     Resolution,
     at_size,
     configured,
+    frames_of,
     height_width,
     in_words,
     pixels,
@@ -36,6 +37,7 @@ from async_flowrl.policies.registry import (
 )
 from async_flowrl.policies.stored import boundary_ratio
 from async_flowrl.rewards.registry import (
+    check_groups,
     check_held_out,
     check_held_out_prompts,
     check_rewards,
@@ -121,6 +123,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
                 except ValueError as error:
                     raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
         sizes = allowed_sizes(model, config, data)
+        check_groups(config, max(frames_of(size) or 1 for size in sizes))
         shapes = shapes_of(model, sizes[-1])
         baseline = baseline_sampling(config, model.family)
         check_loading(config, model, data, baseline, whole=whole)

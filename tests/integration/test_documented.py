@@ -32,6 +32,7 @@ ON_EVENT = {"reward/<name>/missing", "reward/<name>/failures", "reward/<name>/re
     "tickets_skipped",
     "evaluation/held_out/<name>/extra/<extra>",
     "adapter/changed_share",
+    "grad_norm/<name>",
     "faults.<kind>",
 }
 

@@ -20,6 +20,7 @@ DELIVERIES = "tests.unit.rollout.test_deliveries"
 ARRIVES = f"{DELIVERIES}:test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none"
 BROADCAST = "checkpoint_engine.collective_delivery:CollectiveBroadcast"
 FALL_BACKS = "tests.unit.checkpoint_engine.test_engine_fallbacks"
+EXPERTS = "tests.unit.policies.test_experts"
 REFEREE = "tests.unit.algorithms.test_algorithm_referee:test_stale_estimators_with_correction_land"
 FLOW_GRPO = {"name": "flow_grpo", "fields": {"sde_type": "sde", "noise_level": 0.7}}
 
@@ -65,6 +66,10 @@ def two_swapped(live_tensors: Any) -> Any:
         return tensors | {one: tensors[other], other: tensors[one]}
 
     return fault
+
+
+def none_idle(gradient_norms: Any) -> Any:
+    return lambda optimizer: {name: max(norm, 1e-30) for name, norm in gradient_norms(optimizer).items()}
 
 
 def busy_is_nobody(broadcast: Any) -> Any:
@@ -168,12 +173,11 @@ def other_scales(loaded: Any) -> Any:
     loadings = []
 
     def fault(quantizer: Any, *arguments: Any) -> Any:
-        parts = loaded(quantizer, *arguments)
-        for network in parts.values():
+        if (network := loaded(quantizer, *arguments)) is not None:
             loadings.append(network)
             scales = (tensor for name, tensor in network.named_parameters() if name.endswith(".scale"))
             next(scales).data.mul_(len(loadings))
-        return parts
+        return network
 
     return fault
 
@@ -188,6 +192,11 @@ def kept_weights(save: Any) -> Any:
 
 LAYERS = "tests.unit.policies.test_quantized"
 TENSOR_FAULTS = (
+    Mutant(
+        "momentum moves an expert that a step did not train",
+        {"async_flowrl.training.optimizer:Optimizer.gradient_norms": none_idle},
+        f"{EXPERTS}:test_an_expert_without_gradient_is_left_as_it_is_and_counts_its_own_steps",
+    ),
     Mutant(
         "two processes have the same codes and other scales",
         {"async_flowrl.policies.quantizer:Quantizer.loaded": other_scales},

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from async_flowrl.rewards.endpoint import ServerError
@@ -103,3 +104,16 @@ def test_the_expectation_over_listed_answers(server: ScriptedJudge) -> None:
         ServerError, match=r"hold 0\.8 of the probability, less than min_mass=0\.9; the likeliest tokens"
     ):
         ask(judge(server, mode="probabilities", min_mass=0.9))
+
+
+def test_a_video_is_one_question_with_several_of_its_frames(server: ScriptedJudge) -> None:
+    videos = np.stack([IMAGES, IMAGES[::-1]])
+    server.behaviour = by_pixel
+    reward = judge(server, video=True, frames=3, range=[0, 4])
+    assert scores(reward, videos) == [0.0, 0.75], "by the first frame of each"
+    for request in server.requests:
+        urls = [part for part in request["messages"][-1]["content"] if part["type"] == "image_url"]
+        assert len(urls) == 3 and {pixel(request, 0), pixel(request, 2)} == {0, 120}
+        assert " 3 " in request["messages"][-1]["content"][-1]["text"]
+    with pytest.raises(ValueError, match="images=group"):
+        judge(server, video=True, images="group")
