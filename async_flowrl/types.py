@@ -20,8 +20,36 @@ Conditioning = dict[str, npt.NDArray[Any]]
 
 TokenIds = tuple[int, ...]
 
-EncoderInput = str | TokenIds
-"""Input of a text encoder: a text, or the token ids of that text inside the model's prompt template."""
+
+@dataclass(frozen=True)
+class ConditionImage:
+    """An image that a prompt edits, by reference: workers read the file, and refuse other bytes."""
+
+    sha256: str
+    """Of the file's bytes, in hex: what the image is, wherever it lies."""
+    size: tuple[int, int]
+    """(height, width) in pixels, as the image is seen."""
+    path: str = field(compare=False)
+
+
+@dataclass(frozen=True)
+class TextWithImages:
+    """A text and the images that it is about."""
+
+    text: str
+    images: tuple[ConditionImage, ...]
+
+
+EncoderInput = str | TokenIds | TextWithImages
+"""Input of the encoders: a text, the token ids of that text inside the model's prompt template, or text and images."""
+
+
+def identity(wording: EncoderInput) -> Any:
+    """Returns what JSON can hold of an input, to hash: of images their hashes, not their places."""
+    if isinstance(wording, TextWithImages):
+        return [wording.text, [image.sha256 for image in wording.images]]
+    return wording
+
 
 EmbeddingKey = tuple[EncoderInput, str | None, bool]
 """What an embedding is made of: a prompt's words or token ids, its system prompt, and whether guidance leads away."""
@@ -52,16 +80,21 @@ class Prompt:
     negative_token_ids: TokenIds | None = None
     resolution: int | tuple[int, int] | tuple[int, int, int] | None = None
     """Size of this prompt's images in pixels (`Resolution`); None means a size from the configuration."""
+    images: tuple[ConditionImage, ...] = ()
+    """The images to edit, in order; none for a model that makes images from text alone."""
 
     @property
     def wording(self) -> EncoderInput:
-        return self.text if self.token_ids is None else self.token_ids
+        return self._with_images(self.text) if self.token_ids is None else self.token_ids
 
     def negative_wording(self, default: str) -> EncoderInput:
         """The negative prompt: this prompt's token ids, else its text, else `default` (rollout.negative_prompt)."""
         if self.negative_token_ids is not None:
             return self.negative_token_ids
-        return default if self.negative is None else self.negative
+        return self._with_images(default if self.negative is None else self.negative)
+
+    def _with_images(self, text: str) -> EncoderInput:
+        return TextWithImages(text, self.images) if self.images else text
 
 
 @dataclass(frozen=True)
@@ -132,10 +165,13 @@ class Trajectory:
     """[T + 1] float32: the noise levels of the schedule, strictly falling from 1 to 0."""
     conditioning: Conditioning
     """The encoded prompt, shared by the n images; the negative prompt is not in it."""
+    negative: Conditioning | None = None
+    """The encoded negative prompt, if it was encoded with the prompt's images; all others the trainer has."""
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.latents, self.log_probs, self.sigmas, *self.conditioning.values()))
+        encoded = (*self.conditioning.values(), *(self.negative or {}).values())
+        return sum(array.nbytes for array in (self.latents, self.log_probs, self.sigmas, *encoded))
 
 
 ACTIVATE = "activate"

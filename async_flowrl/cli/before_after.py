@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from async_flowrl.cli.evaluation_job import TOTAL, TRAINED, Job, servers_of
-from async_flowrl.cli.generate import open_pipeline, run_pipeline, sampling_of
+from async_flowrl.cli.generate import open_pipeline, run_pipeline, sampling_of, to_edit
 from async_flowrl.config.resolution import Resolution, height_width, in_words, pixels
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.reward_servers import RewardServers
@@ -26,7 +26,7 @@ from async_flowrl.observability.statistics import estimate
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.pipeline import with_euler_steps
-from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
+from async_flowrl.policies.registry import check_images_of, family_of, load_family, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
 from async_flowrl.rewards.registry import build_reward
@@ -69,8 +69,14 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
 
 
 def check_sizes(job: Job) -> None:
-    """Raises ValueError if the model cannot make an image's size; the message names the first prompt of that size."""
+    """Raises ValueError if the model cannot make an image's size; the message names the first prompt of that size.
+
+    Also for images that it cannot edit, and for a prompt without one that it needs.
+    """
     model = resolve_model(job.config.model)
+    family = load_family(model.family)
+    for prompt in job.prompts:
+        check_images_of(family, prompt)
     places = {job.resolution(place): place for place in reversed(range(len(job.prompts)))}
     for size, place in reversed(places.items()):
         try:
@@ -164,6 +170,7 @@ def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int,
         how = replace(how, negative_prompt=prompt.negative)
     latents = noise(job.config, policy, size, place, seed).to(pipeline.device, pipeline.transformer.dtype)
     text, options = _conditioning(policy, prompt)
+    options |= to_edit(prompt.images)
     return run_pipeline(pipeline, job.config.model, how, text, len(latents), latents=latents, **options)
 
 
@@ -185,7 +192,9 @@ def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str,
     if prompt.system is None and prompt.token_ids is None:
         return prompt.text, options
     (encoded,) = policy.encode([prompt.wording], system=prompt.system)
-    return None, options | {name: torch.from_numpy(value)[None].to(like) for name, value in encoded.items()}
+    # The stock pipeline encodes images itself.
+    texts = {name: value for name, value in encoded.items() if not name.startswith("image_")}
+    return None, options | {name: torch.from_numpy(value)[None].to(like) for name, value in texts.items()}
 
 
 RESULTS, GRID = "evaluation.json", "before_after.png"

@@ -11,31 +11,35 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
-from async_flowrl.cli.generate import open_pipeline, run_pipeline
+from async_flowrl.cli.generate import open_pipeline, run_pipeline, to_edit
 from async_flowrl.config import exit_codes
 from async_flowrl.config.error_text import in_one_line
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.resolution import in_pixels, resolution_option
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
+from async_flowrl.data.condition_images import examined, written
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_stamp
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.pipeline import with_euler_steps
-from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
+from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.registry import DTYPES, ResolvedModel, check_images_of, load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.seeds import derive, generator
-from async_flowrl.types import ByteArray, Sampling
+from async_flowrl.types import ByteArray, ConditionImage, Prompt, Sampling
 from separation.text_table import format_table
 
 logger = logging.getLogger(__name__)
@@ -105,6 +109,7 @@ class Job:
     sampling: Sampling
     prompt: str
     device: torch.device
+    images: tuple[ConditionImage, ...] = ()  # Those that the prompt edits.
     replaced: str | None = None  # The model's own scheduler, if it is a solver in whose place there are Euler steps.
 
     @property
@@ -138,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--family", default="auto", help="model.family: a name, or pkg.module:attr (default: auto)")
     option("--tiny-family", default=TinyConfig().family, help="model.tiny.family, where the model is tiny")
     option("--prompt", default="a red apple on a wooden table")
+    option("--image", action="append", type=Path, default=[], help="to edit (default: a drawn one, for models that do)")
     option("--steps", type=int, default=6, help="denoising steps (default 6)")
     option("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
     option("--resolution", metavar="SIZE", help="512, [FRAMESx]HEIGHTxWIDTH in pixels (default 512; of tiny 32)")
@@ -146,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_line.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        job = job_of(*settings_of(options), options.prompt, "cuda" if torch.cuda.is_available() else "cpu")
+        device, images = "cuda" if torch.cuda.is_available() else "cpu", tuple(map(examined, options.image))
+        job = job_of(*settings_of(options), options.prompt, device, images)
     except (ValueError, OSError, ImportError) as error:
         return refuse(error)
     family = job.model.family
@@ -188,7 +195,9 @@ def _digits(number: float) -> str:
     return "–" if math.isnan(number) else f"{number:.2g}"
 
 
-def job_of(config: ModelConfig, sampling: Sampling, prompt: str, device: str) -> Job:
+def job_of(
+    config: ModelConfig, sampling: Sampling, prompt: str, device: str, images: tuple[ConditionImage, ...] = ()
+) -> Job:
     """Loads the model. Raises ValueError if the family or the settings cannot be compared."""
     if sampling.num_inference_steps < LEAST_STEPS:
         raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {sampling.num_inference_steps}")
@@ -197,6 +206,9 @@ def job_of(config: ModelConfig, sampling: Sampling, prompt: str, device: str) ->
     config = replace(config, family=model.family, dtype=model.dtype)
     if not in_diffusers(name := pipeline_class(model.path, model.revision)):
         raise ValueError(f"diffusers has no {name}: there is no stock pipeline to compare {model.family} with")
+    if isinstance(family, PipelineFamily) and family.policy.images[0] and not images:
+        images = (drawn_image(),)
+    check_images_of(family, Prompt(0, prompt, images=images))
     if not hasattr(family, "around"):
         raise ValueError(f"{model.family} has no around(pipeline, dtype, max_sequence_length), which tools compare")
     pipeline = open_pipeline(config, sampling, device)
@@ -210,7 +222,15 @@ def job_of(config: ModelConfig, sampling: Sampling, prompt: str, device: str) ->
         raise
     except Exception as error:  # a family may raise anything for a pipeline of another kind
         raise ValueError(f"{model.family} cannot be put around a {name}: {where_raised(error)}") from error
-    return Job(model, policy, pipeline, config, sampling, prompt, torch.device(device), replaced)
+    return Job(model, policy, pipeline, config, sampling, prompt, torch.device(device), images, replaced)
+
+
+def drawn_image() -> ConditionImage:
+    """Returns an image of colours that differ in every direction, wider than high."""
+    rows, columns = np.mgrid[:96, :160].astype(np.uint8)
+    content = BytesIO()
+    Image.fromarray(np.stack([2 * rows, columns, rows + columns], axis=-1)).save(content, "PNG")
+    return examined(written(content.getvalue()))
 
 
 def compare(job: Job) -> list[Row]:
@@ -294,9 +314,10 @@ def where_raised(error: BaseException) -> str:
 
 
 def _encoded(job: Job) -> list[Branch]:
-    encoded = list(job.policy.encode([job.prompt]))
+    prompt = Prompt(0, job.prompt, images=job.images)
+    encoded = list(job.policy.encode([prompt.wording]))
     if job.sampling.true_cfg_scale > 1:
-        encoded += job.policy.encode([job.sampling.negative_prompt], negative=True)
+        encoded += job.policy.encode([prompt.negative_wording(job.sampling.negative_prompt)], negative=True)
     return [{name: torch.as_tensor(value).to(job.device) for name, value in values.items()} for values in encoded]
 
 
@@ -401,7 +422,8 @@ def record(job: Job) -> Stock:
     scheduler.step = watching
     try:
         with watched(pipeline.transformer) as network:
-            stock.images = run_pipeline(pipeline, job.config, job.sampling, job.prompt, IMAGES, latents=job.start())
+            options = {"latents": job.start(), **to_edit(job.images)}
+            stock.images = run_pipeline(pipeline, job.config, job.sampling, job.prompt, IMAGES, **options)
     finally:
         del scheduler.step
     if not stock.sigmas.numel():

@@ -14,11 +14,12 @@ from async_flowrl.config.error_text import shortened
 from async_flowrl.config.paths import config_dir, find_data
 from async_flowrl.config.resolution import in_pixels, in_words, pixels
 from async_flowrl.config.schema import DataConfig, ModelConfig, RewardConfig, RewardTerm
+from async_flowrl.data import condition_images
 from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, Keys
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
 from async_flowrl.observability.terminal import refuse
-from async_flowrl.policies.registry import LengthCheck, resolve_model, shapes_of
+from async_flowrl.policies.registry import LengthCheck, check_images_of, load_family, resolve_model, shapes_of
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
@@ -49,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if model is not None:
             targets = not options.reward or needs_target or checks[0] is not None
             lengths, shapes = LengthCheck(model, targets=targets), functools.cache(partial(shapes_of, model))
-            checks += [lengths, lambda prompt: prompt.resolution and shapes(prompt.resolution)]
+            checks += [
+                partial(check_images_of, load_family(model.family)),
+                lengths,
+                lambda prompt: prompt.resolution and shapes(prompt.resolution),
+            ]
         keys = Keys(options.prompt_key, options.weight_key, needs_target)
         scanned, train, evaluation = look(options, keys, [check for check in checks if check is not None])
     except (ValueError, FileNotFoundError) as error:
@@ -102,6 +107,7 @@ def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) ->
         ("longest", f"{scan.longest:,} characters, {scan.rows.where(scan.longest_row)}") if scan.longest else None,
         ("cut", f"{cut:,} prompts are longer than the text encoder reads") if cut is not None else None,
         ("sizes", _sizes(scan)) if scan.sizes else None,
+        ("images", _images(scan)) if scan.image_sizes else None,
         ("weights", _weights(train.weights)) if train.weights is not None and len(train) else None,
     ]
     parts = ["\n".join(f"{name:10} {text}" for name, text in filter(None, lines))]
@@ -113,7 +119,9 @@ def page(scan: Scan, train: Prompts, evaluation: str, cut: int | None = None) ->
 
 
 def columns(scan: Scan) -> list[str]:
-    uses = {scan.keys.prompt: "the prompt", scan.keys.weight: "the weight"} | dict.fromkeys(COLUMNS, "read as such")
+    images = condition_images.COLUMNS if scan.keys.images else ()
+    uses = {scan.keys.prompt: "the prompt", scan.keys.weight: "the weight"}
+    uses |= dict.fromkeys((*COLUMNS, *images), "read as such")
     lines = [
         f"{name} → {uses.get(name, 'metadata, for the reward')}, in {count:,} of {len(scan.rows):,} rows"
         for name, count in scan.columns.items()
@@ -136,6 +144,15 @@ def _sizes(scan: Scan) -> str:
     return f"{len(scan.sizes):,} (height × width) by {scan.sized:,} prompts themselves: {listed}"
 
 
+def _images(scan: Scan) -> str:
+    counts, (small, *_, large) = (
+        sorted(scan.imaged),
+        sorted(scan.image_sizes, key=lambda size: (pixels(size), size)) * 2,
+    )
+    each = f"{counts[0]} to {counts[-1]}" if counts[1:] else str(counts[0])
+    return f"{scan.image_sizes.total():,} to edit, {each} per prompt, of {in_words(small)} to {in_words(large)} px"
+
+
 def _row(prompts: Prompts, index: int) -> list[str]:
     prompt = prompts[index]
     values: dict[str, Any] = {
@@ -144,6 +161,7 @@ def _row(prompts: Prompts, index: int) -> list[str]:
         "negative": prompt.negative,
         "system": prompt.system,
         "size": prompt.resolution and in_pixels(prompt.resolution),
+        "images": ", ".join(f"{image.path} ({in_pixels(image.size)})" for image in prompt.images) or None,
         "token ids": prompt.token_ids and f"{len(prompt.token_ids)} ids",
         "metadata": dict(prompt.metadata) or None,
     }

@@ -155,7 +155,7 @@ def _prompts(config: Config, options: Namespace, *, needs_target: bool) -> tuple
     if options.prompts is not None:
         config.evaluate.max_prompts = options.max_prompts or sys.maxsize
         file = str(options.prompts.expanduser())
-        alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0)
+        alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0, images=config.data.images)
         return load_data(alone, needs_target=needs_target).train, f"of {file}"
     if not config.data.train:
         raise ValueError("--prompts is needed: the weights are not of a run, whose prompts could be taken")

@@ -22,15 +22,24 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.models import is_toy
 from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
+from async_flowrl.data.condition_images import examined, opened
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.base import PolicyFamily
 from async_flowrl.policies.pipeline import over_white
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.registry import DTYPES, family_of, load_family, load_pipeline, resolve_model, shapes_of
+from async_flowrl.policies.registry import (
+    DTYPES,
+    check_images_of,
+    family_of,
+    load_family,
+    load_pipeline,
+    resolve_model,
+    shapes_of,
+)
 from async_flowrl.tickets.request import sampling
-from async_flowrl.types import ByteArray, Sampling
+from async_flowrl.types import ByteArray, ConditionImage, Prompt, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +118,17 @@ def open_pipeline(model: ModelConfig, how: Sampling, device: str) -> Any:
     return pipeline
 
 
-def sample(pipeline: Any, model: ModelConfig, how: Sampling, prompt: str, seeds: Sequence[int]) -> ByteArray:
+def sample(
+    pipeline: Any, model: ModelConfig, how: Sampling, prompt: str, seeds: Sequence[int], **options: Any
+) -> ByteArray:
     """Images uint8 [n, H, W, 3] (or videos) of one prompt, one per seed; the initial noise is drawn on the CPU."""
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    return run_pipeline(pipeline, model, how, prompt, len(seeds), generator=generators)
+    return run_pipeline(pipeline, model, how, prompt, len(seeds), generator=generators, **options)
+
+
+def to_edit(images: Sequence[ConditionImage]) -> dict[str, Any]:
+    """Returns the stock pipeline's argument for the images that are edited, {} for none."""
+    return {"image": [opened(image) for image in images]} if images else {}
 
 
 def run_pipeline(
@@ -126,7 +142,7 @@ def run_pipeline(
     arguments = arguments_of(pipeline, model, how) | {many: count, "output_type": "pil", "return_dict": False}
     try:
         with np.errstate(invalid="raise"):
-            made = pipeline(prompt, **(arguments | options))[0]
+            made = pipeline(prompt=prompt, **(arguments | options))[0]
     except FloatingPointError as error:
         raise ValueError(f"the images of {prompt!r:.80} have values that are not finite: {error}") from error
     if makes_videos(pipeline):
@@ -156,11 +172,12 @@ def arguments_of(
     return arguments
 
 
-def in_diffusers(arguments: Mapping[str, Any], seed: int = 0) -> str:
+def in_diffusers(arguments: Mapping[str, Any], seed: int = 0, *, edits: bool = False) -> str:
+    given = "prompt=PROMPT, image=IMAGES" if edits else "PROMPT"
     keywords, made = "".join(f", {name}={value!r}" for name, value in arguments.items()), "images"
     if "num_frames" in arguments:
         made = "frames"
-    return f'pipe(PROMPT{keywords}, generator=torch.Generator("cpu").manual_seed({seed})).{made}[0]'
+    return f'pipe({given}{keywords}, generator=torch.Generator("cpu").manual_seed({seed})).{made}[0]'
 
 
 def generate(
@@ -172,19 +189,29 @@ def generate(
     seed: int,
     images: int,
     animated: bool = False,
+    edited: Sequence[ConditionImage] = (),
 ) -> list[Image.Image]:
     """Samples all prompts with and without the LoRA. ValueError for a size that the model cannot make.
 
+    `edited` are the images that each prompt edits, for a model that does; ValueError for another, or for none.
+
     Returns one picture with all images; `animated`: one per frame of the videos.
     """
-    shapes_of(resolve_model(model), how.resolution)
+    resolved = resolve_model(model)
+    shapes_of(resolved, how.resolution)
+    check_images_of(load_family(resolved.family), Prompt(0, prompts[0], images=tuple(edited)))
     pipeline = open_pipeline(model, how, "cuda" if torch.cuda.is_available() else "cpu")
-    seeds = range(seed, seed + images)
-    columns = [("before" if trained else "", [sample(pipeline, model, how, prompt, seeds) for prompt in prompts])]
+    seeds, options = range(seed, seed + images), to_edit(edited)
+
+    def sampled() -> list[ByteArray]:
+        return [sample(pipeline, model, how, prompt, seeds, **options) for prompt in prompts]
+
+    columns = [("before" if trained else "", sampled())]
     if trained is not None:
         trained_file.apply(pipeline, trained)
-        columns.append(("after", [sample(pipeline, model, how, prompt, seeds) for prompt in prompts]))
-    logger.info("the same images in diffusers: %s", in_diffusers(arguments_of(pipeline, model, how), seed))
+        columns.append(("after", sampled()))
+    line = in_diffusers(arguments_of(pipeline, model, how), seed, edits=bool(edited))
+    logger.info("the same images in diffusers: %s", line)
     frames = frames_of(how.resolution) if animated else None
     if frames is None:
         return [grid(prompts, columns, max_side=sys.maxsize)]
@@ -199,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weights.add_argument("--lora", type=Path, help="RUN/lora, or a LoRA of any format; without it, only the base model")
     weights.add_argument("--transformer", type=Path, help="RUN/transformer of a run with tune=full")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times: one row each")
+    parser.add_argument("--image", action="append", type=Path, default=[], help="to edit, for all prompts; or several")
     parser.add_argument("--out", type=Path, default=Path("before_after.png"))
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--images", type=count, default=4, help="images per prompt (default 4)")
@@ -224,9 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             changes["resolution"] = with_frames(resolution_option(options.resolution), frames)
         model = replace(config.model, dtype=options.dtype or config.model.dtype)
         how = replace(sampling_of(config), **changes)
+        size: dict[str, Any]
         out, size = options.out.expanduser(), {"seed": options.seed, "images": options.images}
         if (suffix := out.suffix.lower()) not in Image.registered_extensions():
             raise ValueError(f"--out {out}: no format has this ending; e.g. .png, or .webp for videos that move")
+        size |= {"edited": tuple(map(examined, options.image))}
         sheets = generate(model, how, trained, options.prompt, animated=suffix in ANIMATED, **size)
     except ValueError as error:
         return refuse(error)

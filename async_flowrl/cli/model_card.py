@@ -27,6 +27,7 @@ from async_flowrl.observability.evaluations import (
 from async_flowrl.observability.events import read_events
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.stored import EXPERTS
 from async_flowrl.policies.stored import FOLDER as WHOLE
@@ -199,13 +200,15 @@ def _call(source: Source) -> str:
     import diffusers
 
     arguments: dict[str, Any] = {}
+    edits = False
     with suppress(ValueError, OSError, AttributeError):  # a model that is not here, or whose pipeline is not diffusers'
         if source.model is not None:
             family = load_family(resolve_model(source.model).family)
             config = source.config or usual(source.model.path)
             pipeline = getattr(diffusers, getattr(family, "pipeline", ""))
             arguments = arguments_of(pipeline, config.model, sampling_of(config), family)
-    return f"{'video' if 'num_frames' in arguments else 'image'} = {in_diffusers(arguments)}"
+            edits = isinstance(family, PipelineFamily) and family.policy.images[0] > 0
+    return f"{'video' if 'num_frames' in arguments else 'image'} = {in_diffusers(arguments, edits=edits)}"
 
 
 def _usage(source: Source, base: str | None) -> str:

@@ -18,6 +18,7 @@ from async_flowrl.config.paths import config_dir, expanded
 PIPELINES = {
     "QwenImagePipeline": "qwen_image",
     "QwenImage21Pipeline": "qwen_image_21",
+    "QwenImageEditPlusPipeline": "qwen_image_edit",
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
     "ZImagePipeline": "z_image",

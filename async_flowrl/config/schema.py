@@ -428,6 +428,9 @@ class DataConfig:
     weight_key: str | None = None
     """Column with a weight of at least 0: on average a prompt is drawn in proportion to its weight, in each epoch that
     number rounded up or down. An epoch has as many draws as there are prompts. null = each prompt once per epoch."""
+    images: bool = True
+    """true: the columns image and images hold images to edit (see docs/do/edit.md). false: image and images are columns
+    like others."""
     held_out: float | None = setting(None, at_least=0, below=1)
     """Share of the prompts of data.train that are evaluated instead of trained; equal texts stay together. null = if
     data.evaluation=null and there are at least 64 different prompts, 16 of them, but at most an eighth; 0 = none."""

@@ -35,7 +35,7 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
 from async_flowrl.observability.statistics import diversity
 from async_flowrl.tickets.table import State, Ticket, describe
-from async_flowrl.types import ByteArray, Prompt, RolloutRequest, Sampling, Scores
+from async_flowrl.types import ByteArray, Prompt, RolloutRequest, Sampling, Scores, identity
 from separation.group import RefLost
 from separation.supervise import deadline
 
@@ -143,8 +143,9 @@ async def collect(ctx: Context, tickets: list[Ticket], version: int) -> Evaluati
 
 def setting_of(requests: Sequence[RolloutRequest]) -> str:
     """Returns a digest (16 hex digits of SHA-256) of all that the images depend on besides the weights."""
+    others = ("system", "negative", "target")
     values = [
-        (asdict(r.sampling), r.initial_seeds, r.prompt.wording, r.prompt.system, r.prompt.negative, r.prompt.target)
+        (asdict(r.sampling), r.initial_seeds, identity(r.prompt.wording), *(getattr(r.prompt, name) for name in others))
         for r in requests
     ]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

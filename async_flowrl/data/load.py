@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from async_flowrl.config.paths import find_data
 from async_flowrl.config.schema import DataConfig
+from async_flowrl.data import condition_images
 from async_flowrl.data.prompts import Keys, PromptError
 from async_flowrl.data.rows import NAMES, Rows, TableRows, open_rows, split_files
 from async_flowrl.data.store import Prompts, Scan, TextKeys, scan
@@ -42,7 +43,7 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
     `needs_target` refuses prompts without a target; `check` refuses further ones by a ValueError. Relative paths are
     looked up in `base` (None: the working directory), then among the shipped files.
     """
-    keys = Keys(config.prompt_key, config.weight_key, needs_target)
+    keys = Keys(config.prompt_key, config.weight_key, needs_target, config.images)
     if config.held_out and config.evaluation is not None:
         raise PromptError(
             f"data.held_out={config.held_out:g} takes the prompts of evaluations from data.train, but data.evaluation="
@@ -50,7 +51,7 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
         )
     path = find_data(config.train, base, key="data.train", folder=True)
     source = scanned(open_split(path, TRAIN, keys), keys, check)
-    keys = Keys(config.prompt_key, None, needs_target)
+    keys = Keys(config.prompt_key, None, needs_target, config.images)
     if (rows := evaluation_rows(config, path, keys, base)) is not None:
         data = Data(Prompts(source), Prompts(scanned(rows, keys, check)), f"of {rows.path}")
     else:
@@ -69,7 +70,8 @@ def open_split(path: Path, split: str, keys: Keys) -> Rows:
         )
     if keys.weight and files[0].suffix == ".txt":
         raise PromptError(f"data.weight_key={keys.weight}: {files[0]} has no columns, use jsonl or parquet")
-    return open_rows(files[0], keys.prompt) if len(files) == 1 else TableRows(path, files, keys.prompt)
+    images = condition_images.COLUMNS if keys.images else ()
+    return open_rows(files[0], keys.prompt, images) if len(files) == 1 else TableRows(path, files, keys.prompt, images)
 
 
 def scanned(rows: Rows, keys: Keys, check: Check | None = None) -> Scan:

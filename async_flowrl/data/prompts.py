@@ -8,11 +8,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.resolution import Resolution, height_width, parse_resolution
-from async_flowrl.types import Prompt, TokenIds
+from async_flowrl.data import condition_images
+from async_flowrl.data.condition_images import read_images
+from async_flowrl.types import ConditionImage, Prompt, TokenIds
 
 # The first pair of double quotes, straight or curly, encloses the text that the image should show.
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
@@ -25,6 +28,8 @@ MAX_WEIGHT = 1e100
 SIZES = ("resolution", "height", "width", "frames")
 # Columns with a meaning of their own; all others are metadata for the reward.
 COLUMNS = ("negative_prompt", "system_prompt", "target", "prompt_token_ids", "negative_token_ids", *SIZES)
+# The places of images in verl-omni's texts, which stand before all else; encoders put their own there.
+_PICTURES = re.compile(r"^\s*((?:Picture \d+:\s*)?<image>\s*)*")
 
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, default=str)
 
@@ -35,33 +40,41 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Keys:
-    """The columns of the prompt and of its weight (None: no weights), and whether every prompt needs a target."""
+    """The columns of the prompt and of its weight (None: no weights), whether every prompt needs a target, and whether
+    the columns `image` and `images` are read."""
 
     prompt: str = "prompt"
     weight: str | None = None
     needs_target: bool = False
+    images: bool = True
 
 
-def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) -> Prompt:
-    """Returns the prompt of a row; `where` names the row in errors. Raises PromptError if it holds no usable prompt."""
+def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys, *, folder: Path = Path()) -> Prompt:
+    """Returns the prompt of a row; `where` names the row in errors. Raises PromptError if it holds no usable prompt.
+
+    `folder` is that of the file, from which the paths of images are looked up.
+    """
     if keys.prompt not in columns:
         raise PromptError(
             f"{where}: it has no {keys.prompt!r} (data.prompt_key), but {', '.join(columns) or 'nothing'}"
         )
     written, system = split_messages(columns[keys.prompt], where)
+    images, negative = _images(columns, where, keys, folder), _optional(columns, "negative_prompt", where)
+    if images:
+        written = _without_places(written, len(images), where)
+        negative = None if negative is None else _without_places(negative, len(images), where)
     text = written.strip()
     if not text:
         raise PromptError(f"{where}: the prompt is empty")
     target = _optional(columns, "target", where) or _ground_truth(columns) or quoted_target(text)
     if keys.needs_target and not target:
         raise PromptError(f"{where}: {no_target(text)}")
-    negative = _optional(columns, "negative_prompt", where)
     # An empty system prompt counts as none: verl-omni writes one for models that take none.
     system = _optional(columns, "system_prompt", where) or system or None
     for name, value in (("prompt", written), ("negative", negative), ("system", system), ("target", target)):
         if value is not None:
             _check_text(f"{where}: the {name}{'' if name in ('prompt', 'target') else ' prompt'}", value)
-    fields = (keys.prompt, keys.weight, *COLUMNS)
+    fields = (keys.prompt, keys.weight, *COLUMNS, *(condition_images.COLUMNS if keys.images else ()))
     return Prompt(
         index=index,
         text=text,
@@ -72,6 +85,7 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys) 
         token_ids=_token_ids(columns, "prompt_token_ids", where),
         negative_token_ids=_token_ids(columns, "negative_token_ids", where),
         resolution=_resolution(columns, where),
+        images=images,
     )
 
 
@@ -116,17 +130,43 @@ def quoted_target(text: str) -> str | None:
 def digest(prompt: Prompt, weight: float | None = None) -> bytes:
     """Returns a 16-byte hash of the prompt's contents and its weight; its position in the file is not included."""
     hashed = hashlib.blake2b(prompt.text.encode(), digest_size=16)
-    parts = [prompt.negative, prompt.system, prompt.target, prompt.token_ids, prompt.negative_token_ids, weight]
+    parts: list[Any] = [
+        prompt.negative,
+        prompt.system,
+        prompt.target,
+        prompt.token_ids,
+        prompt.negative_token_ids,
+        weight,
+    ]
     parts += [] if prompt.resolution is None else [prompt.resolution]
+    parts += [tuple(image.sha256 for image in prompt.images)] if prompt.images else []
     if prompt.metadata or any(part is not None for part in parts):
         # No text contains a zero byte, so it separates the text from the rest.
         hashed.update(b"\0" + _ENCODER.encode((*parts, prompt.metadata)).encode(errors="replace"))
     return hashed.digest()
 
 
-def text_key(text: str) -> int:
-    """Returns a 64-bit hash of a prompt's text; duplicates of the text have the same one."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def text_key(prompt: Prompt) -> int:
+    """Returns a 64-bit hash of a prompt's text and images; duplicates of both have the same one."""
+    words = "\0".join((prompt.text, *(image.sha256 for image in prompt.images)))
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
+
+
+def _images(columns: Mapping[str, Any], where: str, keys: Keys, folder: Path) -> tuple[ConditionImage, ...]:
+    try:
+        return read_images(columns, folder) if keys.images else ()
+    except ValueError as error:
+        raise PromptError(f"{where}: {error}") from error
+
+
+def _without_places(text: str, images: int, where: str) -> str:
+    """Returns the text without the `<image>` of each of its images. Raises PromptError for another number of them."""
+    found = text.count("<image>")
+    rest = _PICTURES.sub("", text, count=1) if found else text
+    if found not in (0, images) or "<image>" in rest:
+        counts = f"{images} images, and {found} times <image>"
+        raise PromptError(f"{where}: {counts}: there must be as many, before the text, or none, got {text!r:.200}")
+    return rest
 
 
 def _check_text(what: str, text: str) -> None:

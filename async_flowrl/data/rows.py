@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.error_text import first_line, unknown_name
+from async_flowrl.data import condition_images
 from async_flowrl.data.prompts import PromptError
 from async_flowrl.types import EVALUATION, TRAIN
 
@@ -25,8 +26,9 @@ IN_MEMORY_BYTES = 32 * 2**20
 # A longer line would be in memory as a whole before anything could be said about it.
 MAX_LINE_BYTES = 64 * 2**20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# Rows of a table that are decoded, or are Python objects, at the same time.
+# Rows of a table that are decoded, or are Python objects, at the same time; with images in them, so many.
 BATCH_ROWS = 1024
+BATCH_IMAGE_ROWS = 16
 BUFFER_BYTES = 2**20
 # Split → its names in files and datasets; the first that exists is used.
 NAMES = {TRAIN: ("train",), EVALUATION: ("test", "validation", "val", "evaluation")}
@@ -44,7 +46,7 @@ class LineRows:
     left_out: tuple[str, ...] = ()
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path = path
+        self.path, self.folder = path, path.parent
         self._key, self._json = key, path.suffix == ".jsonl"
         self._bytes: bytes | None = None
         self._starts, self._lengths, self._numbers = array("q"), array("I"), array("I")
@@ -116,14 +118,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class TableRows:
     """The rows of parquet files, or of the Arrow files of a dataset folder; `key` is the prompt's column.
 
-    Raises PromptError if the files have different columns, or lack `key` or have it as bytes.
+    Of columns of bytes only those of `images` are read. Raises PromptError if the files have different columns, or lack
+    `key` or have it as bytes.
     """
 
-    def __init__(self, path: Path, files: Sequence[Path], key: str) -> None:
+    def __init__(self, path: Path, files: Sequence[Path], key: str, images: Sequence[str] = ()) -> None:
         import pyarrow
 
         self.path, self._files = path, files
-        tables, left_out = zip(*map(_table, files), strict=True)
+        self.folder = path if path.is_dir() else path.parent
+        tables, left_out = zip(*[_table(file, images) for file in files], strict=True)
         self._starts = list(accumulate((table.num_rows for table in tables[:-1]), initial=0))
         try:
             table = pyarrow.concat_tables(tables, promote_options="default")
@@ -148,24 +152,28 @@ class TableRows:
         return dict(row)
 
     def scan(self) -> Iterator[Row | PromptError]:
-        for batch in self._table.to_batches(max_chunksize=BATCH_ROWS):
+        rows = BATCH_IMAGE_ROWS if any(_holds_bytes(field.type) for field in self._table.schema) else BATCH_ROWS
+        for batch in self._table.to_batches(max_chunksize=rows):
             yield from batch.to_pylist()
 
 
 # The rows of one file in its order. `where` names the place of a row, `row` returns its columns (or raises
 # PromptError), `scan` yields all rows, faster, with a PromptError in place of a row that cannot be read, and `left_out`
-# names the columns that hold bytes, such as images, and are not read.
+# names the columns that hold bytes and are not read. `folder` is that from which paths of images are looked up.
 Rows = LineRows | TableRows
 
 
-def open_rows(path: Path, key: str) -> Rows:
-    """Returns the rows of a prompt file or dataset folder; `key` is the column of the prompt. Raises PromptError."""
+def open_rows(path: Path, key: str, images: Sequence[str] = ()) -> Rows:
+    """Returns the rows of a prompt file or dataset folder; `key` is the column of the prompt. Raises PromptError.
+
+    `images` names the columns whose bytes are read.
+    """
     if path.is_dir():
-        return TableRows(path, _files(path), key)
+        return TableRows(path, _files(path), key, images)
     if path.suffix in (".txt", ".jsonl"):
         return LineRows(path, key)
     if path.suffix == ".parquet":
-        return TableRows(path, [path], key)
+        return TableRows(path, [path], key, images)
     raise PromptError(unknown_name(f"the ending of {path}", path.suffix, (".txt", ".jsonl", ".parquet")))
 
 
@@ -205,23 +213,26 @@ def _listed(file: Path, read: Callable[[Any], list[str]]) -> list[str]:
         raise PromptError(f"{file} is not of a dataset that save_to_disk wrote: {first_line(error)}") from error
 
 
-def _table(path: Path) -> tuple[Any, list[str]]:
+def _table(path: Path, images: Sequence[str]) -> tuple[Any, list[str]]:
     """Returns the memory-mapped table of a file, and the names of its columns that hold bytes and are left out."""
     import pyarrow
     import pyarrow.ipc
 
     if path.suffix == ".parquet":
-        return _copied(path)
+        return _copied(path, images)
     try:
         table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"{path} is not an Arrow file: {first_line(error)}") from error
-    left_out = [field.name for field in table.schema if _holds_bytes(field.type)]
+    left_out = [field.name for field in table.schema if _holds_bytes(field.type) and field.name not in images]
     return table.drop_columns(left_out), left_out
 
 
-def _copied(path: Path) -> tuple[Any, list[str]]:
-    """Like `_table`, for a parquet file: a copy of it in an Arrow file without a name, which ends with this process."""
+def _copied(path: Path, images: Sequence[str]) -> tuple[Any, list[str]]:
+    """Like `_table`, for a parquet file: a copy of it in an Arrow file without a name, which ends with this process.
+
+    In it are the paths of images, whose bytes are files of the cache then.
+    """
     import pyarrow
     import pyarrow.ipc
     import pyarrow.parquet
@@ -233,14 +244,23 @@ def _copied(path: Path) -> tuple[Any, list[str]]:
         raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
     if twice := [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]:
         raise PromptError(f"{path}: several of its columns are called {twice[0]!r}; each needs a name of its own")
-    kept = [field for field in file.schema_arrow if not _holds_bytes(field.type)]
+    images = [field.name for field in file.schema_arrow if field.name in images and _holds_bytes(field.type)]
+    paths = pyarrow.list_(pyarrow.string())
+    kept = [
+        field.with_type(paths) if field.name in images else field
+        for field in file.schema_arrow
+        if field.name in images or not _holds_bytes(field.type)
+    ]
     # A column of categories would come with all of them in every batch.
     schema = pyarrow.schema([f.with_type(f.type.value_type) if is_dictionary(f.type) else f for f in kept])
     try:
         with tempfile.TemporaryFile() as copy:
             with pyarrow.ipc.new_stream(copy, schema) as writer:
-                for batch in _batches(path, file, schema.names):
+                for batch in _batches(path, file, schema.names, BATCH_IMAGE_ROWS if images else BATCH_ROWS):
                     columns = [c.dictionary_decode() if is_dictionary(c.type) else c for c in batch]
+                    for place, name in enumerate(schema.names):
+                        if name in images:
+                            columns[place] = pyarrow.array(_paths(path, name, columns[place].to_pylist()), paths)
                     writer.write_batch(pyarrow.RecordBatch.from_arrays(columns, schema=schema))
             copy.flush()
             mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
@@ -254,11 +274,18 @@ def _copied(path: Path) -> tuple[Any, list[str]]:
     return pyarrow.ipc.open_stream(pyarrow.py_buffer(mapped)).read_all(), left_out
 
 
-def _batches(path: Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
+def _paths(path: Path, name: str, cells: Sequence[Any]) -> list[list[str] | None]:
+    try:
+        return [condition_images.references(cell) if cell else None for cell in cells]
+    except ValueError as error:
+        raise PromptError(f"{path}, column {name}: {error}") from error
+
+
+def _batches(path: Path, file: Any, columns: Sequence[str], rows: int) -> Iterator[Any]:
     import pyarrow
 
     try:
-        yield from file.iter_batches(BATCH_ROWS, columns=columns) if columns else ()
+        yield from file.iter_batches(rows, columns=columns) if columns else ()
     except (pyarrow.ArrowException, OSError) as error:
         raise PromptError(f"{path} is not a parquet file: {first_line(error)}") from error
 

@@ -33,7 +33,7 @@ class Scan:
     keys: Keys
     # [prompts] Row of each prompt in the file; refused rows are missing.
     places: Indices = field(init=False)
-    # [prompts] Hash of each text (`text_key`).
+    # [prompts] Hash of each text, and of its images (`text_key`).
     texts: TextKeys = field(init=False)
     # [prompts, 16] `digest` of each prompt.
     digests: npt.NDArray[np.uint8] = field(init=False)
@@ -49,6 +49,9 @@ class Scan:
     sizes: dict[Resolution, int] = field(default_factory=dict)
     # Number of prompts that set a size.
     sized: int = 0
+    # Number of images → number of prompts that have so many; (height, width) → number of images of that size.
+    imaged: Counter[int] = field(default_factory=Counter)
+    image_sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     targets: int = 0
     # The first MAX_KEPT_REFUSALS refusals, if the scan keeps them; `refusals` counts all.
     refused: list[PromptError] = field(default_factory=list)
@@ -65,7 +68,7 @@ def scan(rows: Rows, keys: Keys, *, keep_refusals: bool = False, check: Callable
                 raise row
             where = rows.where(place)
             result.columns.update(row.keys())
-            prompt = read_prompt(len(places), where, row, keys)
+            prompt = read_prompt(len(places), where, row, keys, folder=rows.folder)
             weight = read_weight(where, row, keys.weight) if keys.weight else None
             if check is not None:
                 check(prompt)
@@ -78,7 +81,7 @@ def scan(rows: Rows, keys: Keys, *, keep_refusals: bool = False, check: Callable
                 result.refused.append(refusal)
             continue
         places.append(place)
-        texts.append(text_key(prompt.text))
+        texts.append(text_key(prompt))
         digests += digest(prompt, weight)
         if weight is not None:
             weights.append(weight)
@@ -96,6 +99,8 @@ def _note(scanned: Scan, prompt: Prompt, place: int) -> None:
     if prompt.resolution is not None:
         scanned.sizes.setdefault(prompt.resolution, place)
         scanned.sized += 1
+    scanned.imaged[len(prompt.images)] += 1
+    scanned.image_sizes.update(image.size for image in prompt.images)
     scanned.special = scanned.special or bool(prompt.system or prompt.token_ids or prompt.negative_token_ids)
 
 
@@ -118,6 +123,7 @@ class Prompts(Sequence[Prompt]):
         # Image size set by prompts of the file → place of the first prompt that sets it.
         self.sizes = {size: source.rows.where(place) for size, place in source.sizes.items()}
         self.all_sized = source.sized == len(source.places)
+        self.most_images = max(source.imaged, default=0)
         self._cached = lru_cache(maxsize=1024)(self._read)
 
     def __len__(self) -> int:
@@ -168,7 +174,7 @@ class Prompts(Sequence[Prompt]):
         weight = None if self.weights is None else float(self.weights[index])
         if not isinstance(row, PromptError):
             with suppress(PromptError):
-                prompt = read_prompt(index, where, row, self._keys)
+                prompt = read_prompt(index, where, row, self._keys, folder=self.rows.folder)
         if prompt is None or digest(prompt, weight) != self._digests[index].tobytes():
             raise PromptError(f"{where}: this prompt has changed since the start; restore the file, and resume the run")
         return prompt
@@ -191,4 +197,4 @@ def shared_texts(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> int:
 def _texts(prompts: Sequence[Prompt]) -> TextKeys:
     if isinstance(prompts, Prompts):
         return prompts.texts
-    return np.array([text_key(prompt.text) for prompt in prompts], np.uint64)
+    return np.array([text_key(prompt) for prompt in prompts], np.uint64)

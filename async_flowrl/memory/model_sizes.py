@@ -79,34 +79,39 @@ def text_bytes(name: str | None, parameters: int, itemsize: int) -> int:
     return itemsize * outside + quantized_bytes(name, parameters - outside, itemsize)
 
 
-# Settings and state of the prompt files → what `_sizes_and_longest` returns.
-_read: dict[str, tuple[list[Resolution], int]] = {}
+@dataclass(frozen=True)
+class PromptSizes:
+    """Of the prompts of a run: their own image sizes, tokens of the longest, and the most images that one edits."""
+
+    sizes: list[Resolution]
+    longest: int = USUAL_TOKENS
+    images: int = 0
+
+
+# Settings and state of the prompt files → what `prompt_sizes` returns.
+_read: dict[str, PromptSizes] = {}
 
 
 def at_largest(config: Config) -> Config:
     """Returns the configuration with its largest size for all images. Raises ValueError for an invalid size."""
     # The size is the largest of the settings and of the prompts that bring their own. If a prompt file is not on this
     # machine, only the settings count.
-    sizes, _ = _sizes_and_longest(config.data)
-    of_prompts = (with_frames(size, config.rollout.frames) for size in sizes)
+    of_prompts = (with_frames(size, config.rollout.frames) for size in prompt_sizes(config.data).sizes)
     return at_size(config, largest([*configured(config.rollout), *of_prompts]))
 
 
-def longest_prompt(config: Config) -> int:
-    """Returns the length of the longest prompt, evaluations included. PromptError if the file of prompts is invalid."""
-    return _sizes_and_longest(config.data)[1]
-
-
-def _sizes_and_longest(how: DataConfig) -> tuple[list[Resolution], int]:
+def prompt_sizes(how: DataConfig) -> PromptSizes:
+    """Returns sizes of the prompts, evaluations included. PromptError if the file of prompts is invalid."""
     try:
         paths = [find_data(name, key="data", folder=True) for name in (how.train, how.evaluation) if name]
     except FileNotFoundError:
-        return [], USUAL_TOKENS
+        return PromptSizes([])
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     key = f"{how!r} {[(str(file.absolute()), file.stat().st_mtime_ns, file.stat().st_size) for file in files]}"
     if key not in _read:
         data = load_data(how, needs_target=False)
         wordings = (prompt.wording for prompts in (data.train, data.evaluation) for prompt in prompts)
         tokens = max(map(estimated_tokens, wordings), default=USUAL_TOKENS)
-        _read[key] = [*data.train.sizes, *data.evaluation.sizes], tokens
+        images = max(data.train.most_images, data.evaluation.most_images)
+        _read[key] = PromptSizes([*data.train.sizes, *data.evaluation.sizes], tokens, images)
     return _read[key]

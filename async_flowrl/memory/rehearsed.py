@@ -59,7 +59,7 @@ def _once(config: Config, side: str, rehearse: Callable[..., Any]) -> Any:
     from async_flowrl.memory.rehearsal.model import FakeModel
 
     model = FakeModel.of(config)
-    key = f"{side} {model.known} {model.planned_tokens} {config!r}"
+    key = f"{side} {model.known} {model.prompts.longest} {model.prompts.images} {config!r}"
     if key not in _remembered:
         # The package's warnings are about values, and fake tensors have none.
         with quieter("async_flowrl", logging.ERROR):

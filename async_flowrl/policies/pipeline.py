@@ -5,7 +5,7 @@ The file of a model family adds the shape of latents, the network's arguments, a
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.resolution import Resolution, frames_of, height_width, in_pixels, in_words, of_sides
+from async_flowrl.data.condition_images import opened
 from async_flowrl.policies.base import Policy, Shapes
-from async_flowrl.types import Conditioning, EncoderInput, Sampling, TokenIds
+from async_flowrl.types import Conditioning, EncoderInput, Sampling, TextWithImages, TokenIds
 
 # Names of text encoders among a pipeline's components.
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
@@ -34,7 +35,11 @@ def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
 
 
 def estimated_tokens(wording: EncoderInput) -> int:
-    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from its bytes of text or its token ids."""
+    """Returns the length of a prompt in tokens, at least USUAL_TOKENS, from its bytes of text or its token ids.
+
+    Images do not count: `conditioning_shapes` of their family adds them.
+    """
+    wording = wording.text if isinstance(wording, TextWithImages) else wording
     tokens = math.ceil(len(wording.encode()) / BYTES_PER_TOKEN) if isinstance(wording, str) else len(wording)
     return max(tokens, USUAL_TOKENS)
 
@@ -106,10 +111,14 @@ class PipelinePolicy(Policy):
     has_system_prompt: ClassVar[bool] = False
     # True: the model makes videos, of `rollout.frames` frames.
     makes_videos: ClassVar[bool] = False
+    # Fewest and most images that a prompt brings to be edited.
+    images: ClassVar[tuple[int, float]] = (0, 0)
     # Largest `max_sequence_length` of the diffusers pipeline; None if it takes any.
     most_tokens: ClassVar[int | None] = None
     # Tokens of a prompt of `conditioning_shapes` where prompts are not padded to one length; a plan sets it.
     planned_tokens: int = USUAL_TOKENS
+    # Images of a prompt of `conditioning_shapes`, if the family takes any; a plan sets it.
+    planned_images: int = 1
     # Argument of the diffusers pipeline for the scale of classifier-free guidance.
     stock_guidance: ClassVar[str] = "true_cfg_scale"
 
@@ -166,7 +175,21 @@ class PipelinePolicy(Policy):
         if system is not None and not self.has_system_prompt:
             raise ValueError(f"{self.title} has no system prompt, got {system!r}")
         encode = self._encode_negative if negative else self._encode_one
-        return [encode(text) if isinstance(text, str) else self._encode_ids(text) for text in texts]
+        return [self._encoded(text, encode) for text in texts]
+
+    def _encoded(self, text: EncoderInput, encode: Callable[[str], Conditioning]) -> Conditioning:
+        self.check_images(len(text.images) if isinstance(text, TextWithImages) else 0)
+        if isinstance(text, TextWithImages):
+            return self._encode_with_images(text.text, [opened(image) for image in text.images])
+        return encode(text) if isinstance(text, str) else self._encode_ids(text)
+
+    @classmethod
+    def check_images(cls, count: int) -> None:
+        """Raises ValueError if a prompt cannot have so many images."""
+        least, most = cls.images
+        if not least <= count <= most:
+            takes = f"needs at least {least} image to edit" if count < least else "makes images from text alone"
+            raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images)")
 
     def _stock_encode(self, text: str, *arguments: Any, **options: Any) -> Any:
         pipeline = self.whole("encode prompts")
@@ -181,6 +204,13 @@ class PipelinePolicy(Policy):
 
     def _encode_ids(self, ids: TokenIds) -> Conditioning:
         raise ValueError(f"{self.title} takes prompts as text, got {len(ids)} token ids")
+
+    def _encode_with_images(self, text: str, images: Sequence[Any]) -> Conditioning:
+        raise NotImplementedError  # Only families whose `images` are not (0, 0) have it.
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Returns the network's tokens [1, rows, columns, channels] of an image to edit, [1, 3, H, W] from -1 to 1."""
+        raise NotImplementedError
 
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

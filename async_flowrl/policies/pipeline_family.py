@@ -78,7 +78,8 @@ class PipelineFamily(PolicyFamily):
                 transformer: Any = quantizer.quantized(self.structure(path, dtype, revision))
                 if parts == "text":
                     networks = self.components(transformer)
-                    options |= {"vae": None, **dict.fromkeys(networks)}
+                    # The VAE, too, encodes images that are edited.
+                    options |= dict.fromkeys([*networks, *([] if self.policy.images[1] else ["vae"])])
                     pipeline = load_whole(stock, path, device, quantizer=quantizer, **options)
                     # Some pipelines read its configuration when they encode.
                     pipeline.register_modules(**networks)

@@ -160,14 +160,14 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     )
 
 
-def tiny_tokenizer() -> Any:
-    """Returns a byte-level BPE tokenizer with merges learned from the pipeline's own prompt template."""
+def tiny_tokenizer(bare: Any = None) -> Any:
+    """Returns a byte-level BPE tokenizer with merges learned from the prompt template of the pipeline `bare`."""
     # The pipeline drops the first `prompt_template_encode_start_idx` tokens, so the template before the prompt must
     # have exactly that many tokens.
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
-    bare = qwen_text.bare_pipeline(None)
+    bare = bare or qwen_text.bare_pipeline(None)
     template, drop = bare.prompt_template_encode, bare.prompt_template_encode_start_idx
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

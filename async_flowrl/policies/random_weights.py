@@ -24,7 +24,7 @@ from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.quantizer import Quantizer
 from async_flowrl.policies.stored import EXPERTS, FOLDER, Weights, configuration, fill
 from async_flowrl.policies.tiny import cached
-from async_flowrl.types import Conditioning, EncoderInput
+from async_flowrl.types import Conditioning, EncoderInput, TextWithImages, identity
 
 
 class RandomWeights(Weights):
@@ -97,7 +97,8 @@ def _encode(
     embedded: list[Conditioning] = []
     for text in texts:
         policy.planned_tokens = estimated_tokens(text)
-        draw = np.random.default_rng(_seed(repr((text, system, negative))))
+        policy.planned_images = len(text.images) if isinstance(text, TextWithImages) else 0
+        draw = np.random.default_rng(_seed(repr((identity(text), system, negative))))
         embedded.append(
             {
                 name: np.ones(shape, np.float32) if name.endswith("mask") else draw.standard_normal(shape, np.float32)

@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 FAMILIES = {
     "qwen_image": "async_flowrl.policies.qwen_image:QwenImageFamily",
     "qwen_image_21": "async_flowrl.policies.qwen_image_21:QwenImage21Family",
+    "qwen_image_edit": "async_flowrl.policies.qwen_image_edit:QwenImageEditFamily",
     "sd3": "async_flowrl.policies.sd3:SD3Family",
     "flux": "async_flowrl.policies.flux:FluxFamily",
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
@@ -225,6 +226,14 @@ def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
     special = (p for p in prompts if p.system is not None or p.token_ids or p.negative_token_ids)
     while batch := list(islice(special, PROMPTS_AT_A_TIME)):
         load_family(model.family).check_prompts(batch, model.path, revision=model.revision)
+
+
+def check_images_of(family: PolicyFamily, prompt: Prompt) -> None:
+    """Raises ValueError, one sentence, for a prompt with images that the model cannot edit, or without any."""
+    if isinstance(family, PipelineFamily):
+        family.policy.check_images(len(prompt.images))
+    elif prompt.images:
+        raise ValueError(f"{type(family).__name__} is no PipelineFamily, which alone edits images")
 
 
 def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str) -> None:

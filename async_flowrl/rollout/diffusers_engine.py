@@ -31,7 +31,7 @@ class _Plan:
     request: RolloutRequest
     sigmas: Tensor  # [T+1] Noise levels, on the host.
     levels: Tensor  # [T+1] The same noise levels on the device.
-    encoded: Conditioning  # The encoded prompt, on the host.
+    encoded: Sequence[Conditioning]  # The encoded prompt and, with guidance, its negative prompt, on the host.
     positive: Mapping[str, Tensor]  # The encoded prompt on the device.
     negative: Mapping[str, Tensor] | None  # The encoded negative prompt on the device; None without guidance.
     noisy: frozenset[int]  # Denoising steps that add noise.
@@ -139,7 +139,7 @@ class DiffusersEngine:
             request,
             sigmas,
             upload(sigmas, self.device),
-            encoded[0],
+            encoded,
             branches[0],
             branches[1] if len(branches) > 1 else None,
             frozenset(request.noise_steps) if train else frozenset(),
@@ -233,7 +233,8 @@ class DiffusersEngine:
             train_steps=request.train_steps,
             log_probs=log_probs,
             sigmas=plan.sigmas.numpy(),
-            conditioning=dict(plan.encoded),
+            conditioning=dict(plan.encoded[0]),
+            negative=dict(plan.encoded[1]) if request.prompt.images and len(plan.encoded) > 1 else None,
         )
 
 

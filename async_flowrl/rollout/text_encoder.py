@@ -23,7 +23,7 @@ from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import source_digest
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.transfers import ONE_AT_A_TIME, upload
-from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput
+from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput, identity
 from checkpoint_engine import Layout
 
 
@@ -121,8 +121,8 @@ logger = logging.getLogger(__name__)
 # Increase it when the format of the files changes, or when code outside a family's own module changes embeddings.
 FORMAT = 1
 DIGEST_BYTES = 32
-# Prefixes of the names of the model's folders that embeddings depend on.
-ENCODER_FOLDERS = ("text_encoder", "tokenizer")
+# Prefixes of the names of the model's folders that embeddings depend on; the VAE encodes images to edit.
+ENCODER_FOLDERS = ("text_encoder", "tokenizer", "processor", "vae")
 PACKAGES = ("torch", "diffusers", "transformers")
 
 
@@ -181,7 +181,7 @@ class EmbeddingFiles:
 
     def _key(self, key: EmbeddingKey) -> str:
         wording, system, negative = key
-        return _digest([self._encoder, wording, system, negative])
+        return _digest([self._encoder, identity(wording), system, negative])
 
 
 def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:

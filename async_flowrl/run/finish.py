@@ -268,8 +268,10 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
     folder = ending.directory.trained(ending.prepared.config.tune)
     trained = f"--{folder.name} {shlex.quote(shown(folder))}"
     out = shlex.quote(shown(ending.directory.root / "before_after.png"))
+    edited = "".join(f" --image {shlex.quote(image.path)}" for image in prompts[0].images)
+    text = shlex.quote(prompts[0].text[:MAX_PROMPT])
     return (
-        f"async-flowrl generate {trained} --prompt {shlex.quote(prompts[0].text[:MAX_PROMPT])}{size} --out {out}\n"
+        f"async-flowrl generate {trained} --prompt {text}{edited}{size} --out {out}\n"
         f"{'':{LABEL_CHARACTERS}} async-flowrl evaluate {root}"
     )
 

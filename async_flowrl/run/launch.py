@@ -150,7 +150,10 @@ async def encode_negatives(prepared: Prepared, worker: Worker) -> Negatives:
     if max(config.rollout.true_cfg_scale, config.algorithm.reference_cfg_scale or 0.0) <= 1:
         return {}
     default = config.rollout.negative_prompt
-    texts: Sequence[EncoderInput] = list(dict.fromkeys(p.negative_wording(default) for p in prepared.requests.train))
+    # A negative prompt that is encoded with a prompt's images comes with the trajectories of that prompt.
+    own = (prompt.negative_wording(default) for prompt in prepared.requests.train if not prompt.images)
+    if not (texts := list(dict.fromkeys(own))):
+        return {}
     encoded = await worker.call("engine.encode", texts)
     return dict(zip(texts, encoded, strict=True))
 

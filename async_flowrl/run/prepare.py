@@ -29,6 +29,7 @@ from async_flowrl.policies.registry import (
     FAMILIES,
     LengthCheck,
     ResolvedModel,
+    check_images_of,
     check_prompts_of,
     load_family,
     load_policy,
@@ -113,12 +114,14 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
             check_model(config, model)
+        family = load_family(model.family)
         for prompts in (data.evaluation, data.train):
             if prompts.special:
                 check_prompts_of(model, prompts)
             lengths = LengthCheck(model, targets=needs_target or check is not None or check_held_out(config))
             for prompt in prompts:
                 try:
+                    check_images_of(family, prompt)
                     lengths(prompt)
                 except ValueError as error:
                     raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
@@ -180,6 +183,11 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     # else its guidance is checked, and its schedules are left to the workers.
     samplings = [sampling(config), evaluation_sampling(config), *filter(None, [baseline])]
     family, backend = load_family(model.family), model.attention_backend
+    if data.train.most_images and (config.algorithm.reference_cfg_scale or 0.0) > 1 >= config.rollout.true_cfg_scale:
+        raise ValueError(
+            "algorithm.reference_cfg_scale above 1 needs rollout.true_cfg_scale above 1 for prompts with images, whose "
+            "negative prompts the rollouts encode"
+        )
     teachers = config.algorithm.teachers
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, teachers)
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES

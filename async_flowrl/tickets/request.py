@@ -221,9 +221,9 @@ def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:
 
 
 def _length(prompt: Prompt) -> tuple[bool, int]:
-    if isinstance(wording := prompt.wording, str):
-        return False, len(wording.encode())
-    return True, len(wording)
+    if prompt.token_ids is None:
+        return False, len(prompt.text.encode())
+    return True, len(prompt.token_ids)
 
 
 def batch_of(table: TicketTable, ticket: Ticket, size: int, order: Sequence[int]) -> list[Ticket]:

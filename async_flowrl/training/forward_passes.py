@@ -219,9 +219,9 @@ class ForwardPasses:
         if guidance is not None:
             sampling = replace(sampling, true_cfg_scale=guidance, true_cfg_scale_2=None)
         if sampling.true_cfg_scale > 1:
-            if meta.negative not in self._negatives:
+            negative = group.negative or self._negatives.get(meta.negative)
+            if negative is None:
                 raise ValueError(f"the conditioning of negative prompt {meta.negative!r} was not set")
-            negative = self._negatives[meta.negative]
         return lambda latents, sigma: policy.velocity(latents, sigma, group.conditioning, negative, sampling)
 
 

@@ -172,6 +172,7 @@ class Group:
         self._tickets = dict(zip(positions, tickets, strict=True))
         self.train_steps = first.train_steps
         self.conditioning = to_device(first.conditioning, device)
+        self.negative = None if first.negative is None else to_device(first.negative, device)
         self._levels = torch.tensor(first.sigmas, dtype=torch.float32)
         self._sigmas = upload(self._levels, device)
         self._points = {point: position for position, point in enumerate(first.points)}

@@ -28,8 +28,10 @@ def runs_here(family: str) -> bool:
     return True
 
 
-NAMES = sorted(filter(runs_here, FAMILIES))
-WHOLE_TEXTS = ("qwen_image", "qwen_image_21")
+EDITING = ("qwen_image_edit",)
+"""Families whose prompts need images; their tests are test_qwen_image_edit.py."""
+NAMES = sorted(family for family in filter(runs_here, FAMILIES) if family not in EDITING)
+WHOLE_TEXTS = ("qwen_image", "qwen_image_21", *EDITING)
 """Families that do not pad texts."""
 TWO_AND_SLOW = [
     name if name in ("flux", "qwen_image") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES

@@ -15,13 +15,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from async_flowrl.config.models import Architecture, architectures
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.model_sizes import longest_prompt, text_bytes
+from async_flowrl.memory.model_sizes import PromptSizes, prompt_sizes, text_bytes
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.quantized_layer import quantize
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.stored import boundary_ratio, configuration, elements_in
 from async_flowrl.types import Conditioning
 
+# Side of a square image to edit as the VAE gets it, whatever its own size.
+IMAGE_SIDE = 1024
 # Returns a context in which new tensors count as host memory (`Ledger.aside`).
 Aside = Callable[[], AbstractContextManager[None]]
 
@@ -33,7 +36,7 @@ class FakeModel:
     known: Architecture
     family: PipelineFamily
     resolved: ResolvedModel
-    planned_tokens: int  # Length of every prompt: that of the configuration's longest.
+    prompts: PromptSizes  # Every prompt is as long, and has as many images, as the largest of the configuration.
 
     @classmethod
     def of(cls, config: Config) -> "FakeModel":
@@ -52,7 +55,7 @@ class FakeModel:
             quantize=model.quantize,
             quantize_text_encoder=model.quantize_text_encoder,
         )
-        return cls(known, family, resolved, longest_prompt(config))
+        return cls(known, family, resolved, prompt_sizes(config.data))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,10 +98,11 @@ class FakeModel:
             pipeline=self._pipeline(network) if whole else None,
             max_sequence_length=self.resolved.max_sequence_length,
         )
-        policy.planned_tokens = self.planned_tokens
+        policy.planned_tokens = self.prompts.longest
+        policy.planned_images = max(self.prompts.images, policy.images[0])
         changed = cast("Any", policy)  # Its noise levels fall evenly, and all prompts have one length.
         changed.sigmas = _sigmas
-        changed.encode = lambda texts, system=None, *, negative=False: [conditioning(policy) for _ in texts]
+        changed.encode = lambda texts, system=None, *, negative=False: [_encoded(policy) for _ in texts]
         return policy
 
     def _network(self, aside: Aside, *, on_meta: bool) -> nn.Module:
@@ -161,6 +165,12 @@ def architecture(config: Config) -> tuple[Architecture, str]:
 def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
     with unset_fake_temporarily():
         return torch.linspace(1.0, 0.0, num_inference_steps + 1)
+
+
+def _encoded(policy: PipelinePolicy) -> Conditioning:
+    if policy.images[0]:
+        policy.encode_image(torch.empty(1, 3, IMAGE_SIDE, IMAGE_SIDE))
+    return conditioning(policy)
 
 
 def conditioning(policy: Any) -> Conditioning:

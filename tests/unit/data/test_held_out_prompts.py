@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from async_flowrl.data.load import held_out, held_out_by_default
 from async_flowrl.data.prompts import PromptError, text_key
 from async_flowrl.data.store import shared_texts
+from async_flowrl.types import Prompt
 from tests.unit.data.prompt_files import lines, load, texts
 
 
@@ -40,7 +41,7 @@ def test_a_test_file_of_its_own_is_used_and_nothing_is_held_out(tmp_path: Path) 
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=400), st.floats(0, 0.9), st.integers(0, 3))
 def test_the_text_decides_alone(numbers: list[int], share: float, seed: int) -> None:
     """So duplicates are on one side, and what a file had before it grew stays on its side."""
-    keys = np.array([text_key(f"prompt {number}") for number in numbers], np.uint64)
+    keys = np.array([text_key(Prompt(number, f"prompt {number}")) for number in numbers], np.uint64)
     out = held_out(keys, share, seed)
     side = dict(zip(numbers, out.tolist(), strict=True))
     assert [side[number] for number in numbers] == out.tolist()

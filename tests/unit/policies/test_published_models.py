@@ -1,13 +1,16 @@
 """Tests of every model of configs/architectures/ at its own size, without weights: LoRA, tokens, schedule."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from async_flowrl.config.models import Architecture, architectures
@@ -18,11 +21,13 @@ from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import load_family
 from async_flowrl.policies.stored import EXPERTS
-from tests.support.families import NAMES, how
+from tests.support.families import EDITING, NAMES, how
 
 ADAPTED = {
     "Qwen/Qwen-Image": (60 * 12 - 4, 6_592_512),
     "Qwen/Qwen-Image-2.1": (32 * 7, 2_621_440),
+    "Qwen/Qwen-Image-Edit-2509": (60 * 12 - 4, 6_592_512),
+    "Qwen/Qwen-Image-Edit-2511": (60 * 12 - 4, 6_592_512),
     "stabilityai/stable-diffusion-3.5-medium": (24 * 8 - 2, 583_680),
     "stabilityai/stable-diffusion-3.5-large": (38 * 8 - 2, 1_468_928),
     "black-forest-labs/FLUX.1-dev": (19 * 12 + 38 * 3, 2_801_664),
@@ -35,7 +40,7 @@ ADAPTED = {
 """Layers with a LoRA, blocks times those of a block less those without effect, and the numbers of one of rank 1."""
 SIZES: list[Resolution] = [512, 1024, (768, 1344)]
 VIDEOS: list[Resolution] = [(81, 480, 832), (33, 704, 1280)]
-KNOWN = [name for name in ADAPTED if architectures()[name].family in NAMES]
+KNOWN = [name for name in ADAPTED if architectures()[name].family in (*NAMES, *EDITING)]
 
 
 class Reached(Exception):
@@ -60,6 +65,9 @@ class Part(nn.Module):
 
     def forward(self, *arguments: Any, **inputs: Any) -> None:
         raise Reached(inputs["hidden_states"] if "hidden_states" in inputs else arguments[0])
+
+    def encode(self, image: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(latents=torch.zeros(1, self.z_dim, 1, *(side // 8 for side in image.shape[-2:])))
 
     def cache_context(self, name: str, **step: Any) -> Any:
         return torch.no_grad()
@@ -135,14 +143,17 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
                 width=width,
                 num_inference_steps=steps,
                 output_type="latent",
-                **conditioning(policy),
+                **stock_inputs(policy),
                 **family.guidance_arguments(replace(how(architecture.family), negative_prompt="")),
                 **({"use_resolution_binning": False} if architecture.family == "sana" else {}),
                 **({"num_frames": frames_of(size) or 1} if policy.makes_videos else {}),
             )
         (latents,) = reached.value.args
         shape = (latents[0] if isinstance(latents, list) else latents).squeeze().shape
-        assert shape == tuple(side for side in policy.latent_shape(size) if side > 1), size
+        expected = [side for side in policy.latent_shape(size) if side > 1]
+        if policy.images[1]:
+            expected[0] += math.prod(policy.conditioning_shapes()["image_0"][:2])
+        assert shape == tuple(expected), size
         assert torch.equal(stock.scheduler.sigmas.cpu().float(), policy.sigmas(steps, size)), size
 
 
@@ -158,7 +169,9 @@ def stock_pipeline(
     return pipeline
 
 
-def conditioning(policy: PipelinePolicy) -> dict[str, Any]:
+def stock_inputs(policy: PipelinePolicy) -> dict[str, Any]:
     """The arguments of the stock pipeline, where a policy's arrays have its names; Z-Image's are lists."""
     arrays = {name: torch.ones(1, *shape) for name, shape in policy.conditioning_shapes().items()}
+    if arrays.pop("image_0", None) is not None:
+        return {**arrays, "image": [Image.new("RGB", (300, 300))]}
     return {name: list(tensor) if policy.family == "z_image" else tensor for name, tensor in arrays.items()}

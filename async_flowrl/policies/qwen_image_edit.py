@@ -1,0 +1,159 @@
+"""The model family Qwen-Image-Edit (2509 and 2511): Qwen-Image, with the tokens of the edited images after the noise.
+
+The text encoder sees each image at an area of 384 × 384 pixels, and the network the VAE's tokens of 1024 × 1024.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from async_flowrl.config.schema import TinyConfig
+from async_flowrl.policies import qwen_text, tiny
+from async_flowrl.policies.pipeline import on_host
+from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.qwen_image import QwenImagePolicy, tiny_text_encoder, tiny_tokenizer
+from async_flowrl.types import Conditioning, Sampling
+
+# Tokens of the text encoder for one image: of 14 × 14 pixels, 2 × 2 of them in one, and those of "Picture 1: ".
+_TEXT_TOKENS_PER_IMAGE = (392 // 28) ** 2 + 8
+_PROCESSOR = "processor"
+# Name of an image's tokens [rows, columns, channels] among the arrays of a prompt.
+_IMAGE = "image_{}"
+
+
+class QwenImageEditPolicy(QwenImagePolicy):
+    family, title = "qwen_image_edit", "Qwen-Image-Edit"
+    images = (1, math.inf)
+
+    def __init__(
+        self, transformer: nn.Module, scheduler: Any, *, max_sequence_length: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(transformer, scheduler, **options)
+        if max_sequence_length is not None:
+            raise ValueError(f"{self.title} reads whole prompts: leave model.max_sequence_length out")
+
+    def _encode_with_images(self, text: str, images: Sequence[Any]) -> Conditioning:
+        """Returns {"prompt_embeds": [L, D], "image_0": [rows, columns, channels], …}; sizes are those of diffusers."""
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
+
+        pipeline = self.whole("encode prompts")
+        seen, encoded = [], {}
+        for place, image in enumerate(images):
+            sizes = [
+                stock.calculate_dimensions(area, image.width / image.height)[::-1]
+                for area in (stock.CONDITION_IMAGE_SIZE, stock.VAE_IMAGE_SIZE)
+            ]
+            seen.append(pipeline.image_processor.resize(image, *sizes[0]))
+            encoded[_IMAGE.format(place)] = self.encode_image(pipeline.image_processor.preprocess(image, *sizes[1]))
+        embeds, mask = self._stock_encode(text, seen)
+        return on_host(prompt_embeds=embeds if mask is None else embeds[:, mask[0].bool()], **encoded)
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        vae = self.whole("encode images").vae
+        latents = vae.encode(image.unsqueeze(2).to(vae.device, self._dtype)).latent_dist.mode()
+        mean, std = self._statistics(vae.config, latents)
+        height, width = latents.shape[-2:]
+        squares = ((latents - mean) / std).view(1, -1, height // 2, 2, width // 2, 2)
+        return cast("Tensor", squares.permute(0, 2, 4, 1, 3, 5).flatten(3))
+
+    def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
+        tokens = self.planned_tokens + _TEXT_TOKENS_PER_IMAGE * self.planned_images
+        side = 1024 // self._side
+        images = {_IMAGE.format(place): (side, side, self._config.in_channels) for place in range(self.planned_images)}
+        return {"prompt_embeds": (tokens, self._config.joint_attention_dim), **images}
+
+    def _network(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        # The network has one layout for all rows.
+        if len({tuple(image.shape for image in _images(branch)) for branch in branches}) > 1:
+            parts = zip(latents.chunk(len(branches)), sigma.chunk(len(branches)), branches, strict=True)
+            return torch.cat([self._network(x, level, [branch], sampling) for x, level, branch in parts])
+        embeds, mask = qwen_text.padded_texts(branches, len(latents) // len(branches), self._dtype)
+        images = [
+            self._rows(branches, _IMAGE.format(place), len(latents)) for place in range(len(_images(branches[0])))
+        ]
+        grids = [self._grid(sampling.resolution), *(tuple(image.shape[1:3]) for image in images)]
+        return self._called(
+            hidden_states=torch.cat([latents.to(self._dtype), *(image.flatten(1, 2) for image in images)], dim=1),
+            timestep=self._time(sigma),
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, *grid) for grid in grids]],
+        )[:, : latents.shape[1]]
+
+
+def _images(branch: Mapping[str, Tensor]) -> list[Tensor]:
+    return [branch[_IMAGE.format(place)] for place in range(len(branch) - 1)]
+
+
+def processor(image_processor: Any, tokenizer: Any) -> Any:
+    """Returns Qwen2-VL's processor of texts and images; the whole one needs torchvision for its videos."""
+    from transformers import ProcessorMixin, Qwen2VLProcessor
+
+    class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
+        def __init__(self, image_processor: Any = None, tokenizer: Any = None) -> None:
+            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+            self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+            self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+            ProcessorMixin.__init__(self, image_processor, tokenizer)
+
+    # A folder that a pipeline is saved to names the class of transformers.
+    PictureProcessor.__name__, PictureProcessor.__module__ = Qwen2VLProcessor.__name__, Qwen2VLProcessor.__module__
+    return PictureProcessor(image_processor, tokenizer)
+
+
+class QwenImageEditFamily(PipelineFamily):
+    policy = QwenImageEditPolicy
+    pipeline, transformer = "QwenImageEditPlusPipeline", "QwenImageTransformer2DModel"
+    # The defaults of QwenImageEditPlusPipeline.__call__, diffusers 0.42.
+    usual_guidance = 4.0, 0.0
+    usual_steps = 50
+
+    def own_parts(self, path: str | None, revision: str | None = None) -> dict[str, Any]:
+        from transformers import Qwen2Tokenizer
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        if path is None:
+            return {}
+        # Pillow's, whether or not torchvision is there: an image has the same bits on every machine.
+        kinds = (Qwen2VLImageProcessorPil, Qwen2Tokenizer)
+        parts = [kind.from_pretrained(path, subfolder=_PROCESSOR, revision=revision) for kind in kinds]
+        return {_PROCESSOR: processor(*parts)}
+
+
+def tiny_pipeline(config: TinyConfig) -> Any:
+    import diffusers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = tiny_tokenizer(diffusers.QwenImageEditPlusPipeline(*[None] * 6))
+    transformer = diffusers.QwenImageTransformer2DModel(
+        num_layers=config.layers,
+        attention_head_dim=16,
+        num_attention_heads=config.heads,
+        joint_attention_dim=tiny.TEXT_DIM,
+        axes_dims_rope=(4, 4, 8),
+        zero_cond_t=True,
+    )
+    # A latent has 16 pixels per side, not 8: so an image of 1024 × 1024 has 1,024 tokens.
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=4, z_dim=16, dim_mult=[1] * 5, num_res_blocks=0, temperal_downsample=[False] * 4
+    )
+    with torch.no_grad():
+        vae.decoder.conv_out.weight.mul_(config.contrast)
+    # The settings of Qwen/Qwen-Image-Edit-2511.
+    shift = {"base_shift": 0.5, "max_shift": 0.9, "shift": 1.0, "shift_terminal": 0.02}
+    tokens = {"base_image_seq_len": 256, "max_image_seq_len": 8192}
+    return diffusers.QwenImageEditPlusPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, time_shift_type="exponential", **shift, **tokens
+        ),
+        vae=vae.eval(),
+        text_encoder=tiny_text_encoder(tokenizer).eval(),
+        tokenizer=tokenizer,
+        processor=processor(Qwen2VLImageProcessorPil(), tokenizer),
+        transformer=transformer.eval(),
+    )

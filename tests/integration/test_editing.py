@@ -1,0 +1,70 @@
+"""Tests of whole runs on prompts with images to edit, and of the commands on what they trained."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from async_flowrl.cli import evaluate, generate
+from tests.integration.runs import Run, train
+from tests.unit.data.prompt_files import rows
+
+REWARD = "reward=jpeg_compressibility"
+
+
+@pytest.fixture
+def edits(tmp_path: Path) -> list[str]:
+    """Settings of a tiny model that edits, with two prompts of which one has two images."""
+    for seed, (name, size) in enumerate({"a.png": (200, 300), "b.png": (256, 128)}.items()):
+        noise = np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / name)
+    long = {"prompt": "the house of the first picture in the second", "images": ["a.png", "b.png"]}
+    file = rows(tmp_path / "edits.jsonl", {"prompt": "make it red", "image": "a.png"}, long)
+    return ["model=tiny_qwen_image_edit", f"data.train={file}", "prompts_per_step=2", REWARD]
+
+
+def check(run: Run, steps: int) -> None:
+    assert len(set(run.digests)) == steps + 1
+    assert run.column("log_prob_gap")[0] < 1e-6 and run.column("ratio/mean")[0] == 1.0
+
+
+def test_a_run_and_its_commands(edits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With guidance, whose negative prompts are encoded with the images and come to the trainer in tickets."""
+    run = train(tmp_path / "run", "one_step_off", *edits, "total_steps=2", "rollout.true_cfg_scale=2.0")
+    check(run, 2)
+    lora, out = ["--lora", str(run.root / "lora"), "--prompt", "make it red"], tmp_path / "grid.png"
+    shown = [*lora, "--images", "1", "--out", str(out)]
+    assert generate.main(shown) == 2
+    assert "Qwen-Image-Edit needs at least 1 image" in capsys.readouterr().err
+    assert generate.main([*shown, "--image", str(tmp_path / "a.png")]) == 0
+    assert np.asarray(Image.open(out)).std() > 10
+    assert evaluate.main([str(run.root), "--max-prompts", "1"]) == 0
+    scored = json.loads((run.root / "evaluation.json").read_text())
+    assert scored["prompts"] == ["make it red"] and scored["scored"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
+def test_the_digest_is_one_in_every_mode(mode: str, tune: str, edits: list[str], tmp_path: Path) -> None:
+    """Two pools, one that does both, and a run in two parts; prompts with one and with two images share a batch."""
+    settings = [*edits, f"tune={tune}", "save.every=2", "rollout.tickets_per_batch=2", "model.tiny.layers=2"]
+    whole = train(tmp_path / "whole", mode, *settings, "total_steps=4")
+    shared = train(tmp_path / "shared", mode, *settings, "total_steps=4", "placement=shared")
+    train(tmp_path / "parts", mode, *settings, "total_steps=2")
+    resumed = train(tmp_path / "parts", mode, *settings, "total_steps=4", "resume=auto")
+    assert whole.digest == shared.digest == resumed.digest
+    assert whole.digests == shared.digests
+    check(whole, 4)
+
+
+def test_a_resume_with_another_image_is_refused(edits: list[str], tmp_path: Path) -> None:
+    settings, picture = ["sync", *edits, "save.every=1"], tmp_path / "a.png"
+    train(tmp_path / "run", *settings, "total_steps=1")
+    before = picture.read_bytes()
+    Image.new("RGB", (64, 64), "red").save(picture)
+    train(tmp_path / "run", *settings, "total_steps=2", "resume=auto", code=2)
+    picture.write_bytes(before)
+    assert train(tmp_path / "run", *settings, "total_steps=2", "resume=auto").summary["steps"] == 2

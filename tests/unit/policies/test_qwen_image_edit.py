@@ -1,0 +1,184 @@
+"""Tests of Qwen-Image-Edit against diffusers' own pipeline, on the tiny model, and of what a trainer replays."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config.schema import LoraConfig
+from async_flowrl.data.condition_images import examined, opened
+from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
+from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.types import Prompt, Sampling, TextWithImages
+from tests.support.families import how, pipeline_of, policy_of
+from tests.support.tiny import randomise, request, tensors
+from tests.unit.rollout.trajectories import replay
+
+FAMILY, TEXT, NEGATIVE, STEPS = "qwen_image_edit", "make the house blue", "grey", 3
+SIDES = {"wide": (200, 300), "tall": (256, 128)}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Prompt]:
+    """Number of images → a prompt with so many, of different aspect ratios."""
+    folder, images = tmp_path_factory.mktemp("images"), []
+    for seed, (name, size) in enumerate(SIDES.items()):
+        coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize(size[::-1]).save(folder / f"{name}.png")
+        images.append(examined(folder / f"{name}.png"))
+    return {count: Prompt(0, TEXT, negative=NEGATIVE, images=tuple(images[:count])) for count in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def policy() -> PipelinePolicy:
+    return policy_of(FAMILY)  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    return pipeline_of(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def encoded(policy: PipelinePolicy, prompts: dict[int, Prompt]) -> Any:
+    """Function of the number of images: the arrays of the prompt and of its negative prompt."""
+
+    @functools.cache
+    def encode(count: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        words = prompts[count].wording, prompts[count].negative_wording("")
+        return tuple(tensors(found) for found in policy.encode(words))  # type: ignore[return-value]
+
+    return encode
+
+
+def with_zero_time(network: Any, wanted: bool) -> None:
+    """As models are, of 2509 (False) and of 2511 (True)."""
+    for module in (network, *network.transformer_blocks):
+        module.zero_cond_t = wanted
+
+
+def velocities(policy: PipelinePolicy, x: Tensor, sampling: Sampling, *branches: Any) -> Tensor:
+    with torch.no_grad():
+        for sigma, after in itertools.pairwise(policy.sigmas(STEPS, sampling.resolution)):
+            v = policy.velocity(x, sigma.expand(len(x)), *branches, sampling)
+            x = sde.ode_step(x, v, sigma.expand(len(x)), after.expand(len(x)))
+    return x
+
+
+CASES = [((32, 64), 1, 1.0, True), ((96, 32), 2, 4.0, False)]
+MORE = [
+    case for case in itertools.product(((32, 64), (96, 32)), (1, 2), (1.0, 4.0), (True, False)) if case not in CASES
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "cfg", "zero"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_edits_are_the_stock_pipelines(
+    size: tuple[int, int], count: int, cfg: float, zero: bool, policy: Any, stock: Any, prompts: Any, encoded: Any
+) -> None:
+    """Latents and pixels; also with another image, which changes them."""
+    for network in (policy.transformer, stock.transformer):
+        with_zero_time(network, zero)
+    start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
+    positive, negative = encoded(count)
+    sampling = replace(how(FAMILY, cfg=cfg), resolution=size)
+    guidance = {"negative_prompt": NEGATIVE if cfg > 1 else None, "true_cfg_scale": cfg}
+    asked = {"height": size[0], "width": size[1], "num_inference_steps": STEPS, **guidance}
+    theirs = stock(
+        prompt=TEXT,
+        image=[opened(image) for image in prompts[count].images],
+        latents=start,
+        num_images_per_prompt=2,
+        output_type="latent",
+        **asked,
+    ).images
+    ours = velocities(policy, start, sampling, positive, negative if cfg > 1 else None)
+    assert (ours - theirs).abs().max() < 2e-5
+    unpacked = stock._unpack_latents(theirs, *size, stock.vae_scale_factor)
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (stock.vae.config.latents_mean, stock.vae.config.latents_std)
+    )
+    with torch.no_grad():
+        pixels = stock.vae.decode(unpacked * std + mean).sample[:, :, 0]
+    pictures = np.stack([np.asarray(picture) for picture in stock.image_processor.postprocess(pixels)])
+    decoded = policy.decode(ours, size).numpy()
+    assert np.abs(decoded.astype(int) - pictures).max() <= 1 and decoded.std() > 10
+    black = positive | {"image_0": torch.zeros_like(positive["image_0"])}
+    assert (velocities(policy, start, sampling, black, negative if cfg > 1 else None) - ours).abs().max() > 1e-3
+
+
+def test_image_sizes_are_those_of_the_stock_rules(encoded: Any, policy: PipelinePolicy) -> None:
+    """Areas of 1024² (here 32 px to a token) for the network and 384² (28 px) for the text encoder."""
+    (one, _), (two, _) = encoded(1), encoded(2)
+    assert {name: tuple(array.shape[:-1]) for name, array in two.items() if name != "prompt_embeds"} == {
+        "image_0": (26, 39),
+        "image_1": (45, 23),
+    }
+    assert len(two["prompt_embeds"]) - len(one["prompt_embeds"]) == 19 * 9 + len("Picture 2:")
+    policy.planned_images, shapes = 1, policy.conditioning_shapes()
+    assert abs(shapes["prompt_embeds"][0] - policy.planned_tokens - 14 * 14) < 16
+    assert shapes["image_0"] == (32, 32, 64)
+
+
+@pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
+def test_the_trainer_replays_an_edit(cfg: float, kind: str, policy: Any, prompts: Any) -> None:
+    """What it needs is in the ticket, the negative prompt too, which was encoded with the image."""
+    sampling = replace(how(FAMILY, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
+    wanted = request(3, how=sampling, prompt=prompts[1], noise_steps=(0, 1))
+    found = DiffusersEngine(policy).generate([wanted])[0].trajectory
+    assert found is not None and (found.negative is None) == (cfg == 1)
+    assert found.conditioning.keys() == {"prompt_embeds", "image_0"}
+    negative = None if found.negative is None else tensors(found.negative)
+    exact = replay(policy, found, sampling, negative, rows=3)
+    assert torch.equal(exact, torch.zeros_like(exact))
+    assert replay(policy, found, sampling, negative, rows=1).abs().max() < 1e-6
+    assert found.nbytes > sum(array.nbytes for array in found.conditioning.values()) * (1 if cfg == 1 else 2)
+
+
+def test_prompts_with_different_images_share_a_batch(policy: PipelinePolicy, encoded: Any) -> None:
+    sampling = how(FAMILY, cfg=3.0)
+    x = torch.randn(4, *policy.latent_shape(32), generator=torch.Generator().manual_seed(1))
+    sigma = torch.tensor([0.9, 0.9, 0.2, 0.2])
+    pairs = [encoded(count) for count in (1, 2)]
+    with torch.no_grad():
+        together = policy.velocity_of(x, sigma, [p for p, _ in pairs], [n for _, n in pairs], sampling)
+        alone = [
+            policy.velocity(rows, level, *pair, sampling)
+            for rows, level, pair in zip(x.chunk(2), sigma.chunk(2), pairs, strict=True)
+        ]
+    assert (together - torch.cat(alone)).abs().max() < 1e-5
+
+
+def test_every_adapted_layer_has_a_gradient(encoded: Any) -> None:
+    policy = policy_of(FAMILY)
+    add_lora(policy.transformer, LoraConfig(2, 16.0), policy, seed=0)
+    randomise(lora_parameters(policy.transformer))
+    x = torch.randn(1, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
+    policy.velocity(x, torch.tensor([0.5]), encoded(1)[0], None, how(FAMILY)).square().sum().backward()
+    assert len(lora_modules(policy.transformer)) == 12 * 2 - 4
+    dead: Sequence[str] = [
+        name for name, p in lora_parameters(policy.transformer).items() if p.grad is None or not p.grad.any()
+    ]
+    assert dead == []
+
+
+def test_what_it_cannot_do_is_refused(policy: PipelinePolicy, tmp_path: Path, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="needs at least 1 image"):
+        policy.encode([TEXT])
+    with pytest.raises(ValueError, match=r"leave model\.max_sequence_length out"):
+        type(policy)(policy.transformer, None, side=32, dtype=torch.float32, max_sequence_length=24)
+    gone = replace(prompts[1].images[0], path=str(tmp_path / "gone.png"))
+    with pytest.raises(ValueError, match="cannot be read"):
+        policy.encode([TextWithImages(TEXT, (gone,))])
