@@ -40,8 +40,8 @@ def test_a_run_and_its_commands(edits: list[str], tmp_path: Path, capsys: pytest
     assert "Qwen-Image-Edit needs at least 1 image" in capsys.readouterr().err
     assert generate.main([*shown, "--image", str(tmp_path / "a.png")]) == 0
     assert np.asarray(Image.open(out)).std() > 10
-    assert evaluate.main([str(run.root), "--max-prompts", "1"]) == 0
-    scored = json.loads((run.root / "evaluation.json").read_text())
+    assert evaluate.main([str(run.root), "--max-prompts", "1", "--out", str(tmp_path / "scored")]) == 0
+    scored = json.loads((tmp_path / "scored" / "evaluation.json").read_text())
     assert scored["prompts"] == ["make it red"] and scored["scored"] == 1
 
 
