@@ -25,6 +25,7 @@ from async_flowrl.memory.devices import (
     gpus_taken,
     overrides_of,
     processes,
+    reward_seats,
 )
 from async_flowrl.memory.footprints import GIB, planned_rollout, planned_trainer
 from async_flowrl.memory.model_sizes import at_largest
@@ -117,7 +118,7 @@ def answer(
     plain = compose_config("one_step_off", words)
     check(plain)
     answers: list[Answer] = []
-    for change in (tried or candidates)(plain, hardware.devices):
+    for change in tried(plain, hardware.devices) if tried else candidates(plain, hardware):
         config = applied(change, plain)
         try:
             check(config)
@@ -144,11 +145,12 @@ def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
     return Answer(experiment_of(words), hardware.name, missing <= 0, typed, *memory, missing / GIB, lacking)
 
 
-def candidates(plain: Config, devices: int) -> Iterator[Change]:
-    """Yields changes of a recipe to try: each layout on so many devices, then the same with more and more savings.
+def candidates(plain: Config, hardware: Hardware) -> Iterator[Change]:
+    """Yields changes of a recipe to try: each layout on the devices, then the same with more and more savings.
 
     After all layouts come those with a quantised base and more and more of SMALL_CARD.
     """
+    devices = hardware.devices
     for layout in layouts(plain, devices):
         change = dict(layout)
         yield layout
@@ -156,7 +158,7 @@ def candidates(plain: Config, devices: int) -> Iterator[Change]:
             change[key] = value
             yield dict(change)
     for layout in layouts(plain, devices):
-        change = dict(layout)
+        change = {**layout, **seats(plain, layout, hardware)}
         for more in SMALL_CARD:
             change |= more
             yield dict(change)
@@ -183,13 +185,25 @@ def layouts(plain: Config, devices: int) -> Iterator[Change]:
         fewest = 1 if own or devices == 1 or staff == fewer else 2
         for count in range(devices, fewest - 1, -1):
             shared = {"placement": SHARED, **workers(count, count), **staff}
-            pools = gpus_by_pool(applied(shared, plain))
-            rest = 1 - sum(sum(pools[name]) for name in pools if name != SHARED)
-            if devices == 1 and 0 < rest < 1:
-                shared |= {f"{pool}.gpus_per_worker": round(rest, 6) for pool in ("trainer", "rollout")}
+            if devices == 1:
+                shared |= rest_of_one(applied(shared, plain))
             if gpus_taken(applied(shared, plain)) <= devices:
                 yield shared
                 break
+
+
+def rest_of_one(config: Config) -> Change:
+    """Returns the shares of a device for the process that samples and trains: what the others on it leave."""
+    pools = gpus_by_pool(config)
+    rest = 1 - sum(sum(pools[name]) for name in pools if name != SHARED)
+    return {f"{pool}.gpus_per_worker": round(rest, 6) for pool in ("trainer", "rollout")} if 0 < rest < 1 else {}
+
+
+def seats(plain: Config, layout: Change, hardware: Hardware) -> Change:
+    """Returns shares of one device: those of reward workers as large as their models, the rest for the others."""
+    needs = {p.key: p.footprint for p in reward_seats(applied(layout, plain)) if p.key and p.footprint.parts}
+    shares = {key: min(1.0, math.ceil(20 * need.total / (hardware.gib * GIB)) / 20) for key, need in needs.items()}
+    return {**shares, **rest_of_one(applied({**layout, **shares}, plain))} if hardware.devices == 1 else {}
 
 
 def splits(config: Config, devices: int, staff: Change) -> list[tuple[int, int]]:

@@ -66,8 +66,9 @@ def test_a_run_is_flawless(case: str, tmp_path: Path) -> None:
     assert [event for event in run.events if event["event"] == "fault"] == []
 
 
-def test_the_memory_of_sum_and_versions_changes_no_bit(tmp_path: Path) -> None:
-    settings = (*TWO_TRAINERS, "trainer.shard=none", "model.quantize=nf4")
+@pytest.mark.parametrize("placement", ["separate", "shared"])
+def test_the_memory_of_sum_and_versions_changes_no_bit(placement: str, tmp_path: Path) -> None:
+    settings = (*TWO_TRAINERS, *TWO_ROLLOUTS, "trainer.shard=none", "model.quantize=nf4", f"placement={placement}")
     runs = [rehearse(tmp_path / str(i), "one_step_off", *settings, *more) for i, more in enumerate(((), ON_HOST))]
     for run in runs:
         run.flawless()

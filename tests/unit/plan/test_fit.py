@@ -149,3 +149,13 @@ def test_the_largest_recipe_is_the_first_that_fits_as_it_is(monkeypatch: pytest.
     four = found[2]
     assert four is not None and composed(four.words).trainer.num_workers == 4
     assert "experiment=qwen_image_1x24gb" in shlex.split(four.command)
+
+
+def test_rewards_on_one_small_card_have_the_share_that_their_models_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("planned_trainer", "planned_rollout"):
+        monkeypatch.setattr(fit, name, lambda config: Footprint({}))
+        monkeypatch.setattr(devices, name, lambda config, **_: Footprint({"all": 5 * GIB}))
+    found = answer("flux_pickscore", Hardware("1x24", 23.5, 1))
+    config = composed(found.words)
+    assert found.fits and config.reward.gpus_per_worker == 0.25 and config.model.quantize == "int8"
+    assert config.trainer.gpus_per_worker == config.rollout.gpus_per_worker == 0.75
