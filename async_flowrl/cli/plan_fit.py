@@ -110,9 +110,9 @@ def largest(hardware: Hardware) -> Answer | None:
 def answer(
     recipe: Sequence[str], hardware: Hardware, tried: Callable[[Config, int], Iterator[Change]] | None = None
 ) -> Answer:
-    """The first of the changes `tried` of a recipe (None: `candidates`) that fits, or else that which lacks least.
+    """The first of the changes `tried` of the overrides `recipe` that fits, or else the one that lacks least memory.
 
-    `recipe` are overrides. Raises ConfigError for a recipe that cannot work on any machine.
+    Raises ConfigError for a recipe that cannot work on any machine.
     """
     words = [*recipe, *(["runtime.address=auto"] if hardware.nodes > 1 else [])]
     plain = compose_config("one_step_off", words)
@@ -146,10 +146,7 @@ def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
 
 
 def candidates(plain: Config, hardware: Hardware) -> Iterator[Change]:
-    """Yields changes of a recipe to try: each layout on the devices, then the same with more and more savings.
-
-    After all layouts come those with a quantised base and more and more of SMALL_CARD.
-    """
+    """Yields changes of a recipe to try: layouts with more and more savings, then with more and more of SMALL_CARD."""
     devices = hardware.devices
     for layout in layouts(plain, devices):
         change = dict(layout)

@@ -99,8 +99,8 @@ class ExactSum:
     def add(self, gradient: Tensor) -> Tensor:
         """Adds `gradient` [numel] float32 and sets it to zero; returns its largest magnitude (or NaN).
 
-        It waits for nothing, unless the sum is in other memory. Give the magnitude to `book`, which must find it
-        finite, before the sum is used: other values have no integer.
+        Give that to `book`, which must find it finite, before the sum is used: other values have no integer. It waits
+        for nothing, unless the sum is in other memory.
         """
         low, high = torch.aminmax(gradient)
         for start in range(0, self._numel, self._chunk):
@@ -137,10 +137,7 @@ class ExactSum:
             out[start : start + len(whole)].copy_(precise.mul_(2.0**self.exponent).div_(rows))
 
     def scratch(self) -> Tensor:
-        """Returns [numel] float32 on the gradients' device, for use between `mean` and `begin` (or `reduce`).
-
-        It is the total's memory, if that is there.
-        """
+        """Returns [numel] float32 on the gradients' device, maybe the total's memory, until `begin` (or `reduce`)."""
         if not self._beside:
             return torch.empty(self._numel, device=self._device)
         return self.whole.view(torch.float32)[: self._numel]
