@@ -24,6 +24,7 @@ from async_flowrl.config.paths import cache_dir, expanded
 from async_flowrl.types import ConditionImage
 
 COLUMNS = ("image", "images")
+INDEX = "images.sqlite"
 MAX_PIXELS = 2**26
 # Side of the longer to the shorter side at most; models scale an image to a given area.
 MAX_RATIO = 100
@@ -84,15 +85,25 @@ def _file(source: str, folder: Path) -> Path:
     candidates = [folder / place / expanded(source) for place in _FOLDERS]
     if found := next((path for path in candidates if path.is_file()), None):
         return found.absolute()
-    raise ValueError(f"there is no image {' or '.join(map(str, dict.fromkeys(candidates)))}")
+    looked = " or ".join(map(str, dict.fromkeys(candidates)))
+    raise ValueError(f"there is no image {looked}; with data.images=false it is not looked for")
 
 
 def examined(path: Path) -> ConditionImage:
     """Returns the reference of an image file. Raises ValueError for a file that is none, or one that is not taken."""
     try:
-        state, index, name = path.stat(), _index(cache_dir(), os.getpid()), str(path)
+        return _examined(path)
     except OSError as error:
         raise ValueError(f"the image {path} cannot be read: {error.strerror}") from error
+    except sqlite3.Error as error:
+        raise ValueError(
+            f"hashes of images are kept in {cache_dir() / INDEX}, which cannot be used ({error}): remove it, or set "
+            "$ASYNC_FLOWRL_CACHE to another folder"
+        ) from error
+
+
+def _examined(path: Path) -> ConditionImage:
+    state, index, name = path.stat(), _index(cache_dir(), os.getpid()), str(path)
     kept = index.execute("SELECT length, time, sha256, height, width FROM images WHERE path = ?", [name]).fetchone()
     if kept is None or kept[:2] != (state.st_size, state.st_mtime_ns):
         content = path.read_bytes()
@@ -108,7 +119,7 @@ def examined(path: Path) -> ConditionImage:
 @functools.lru_cache(maxsize=1)
 def _index(folder: Path, process: int) -> sqlite3.Connection:
     folder.mkdir(parents=True, exist_ok=True)
-    index = sqlite3.connect(folder / "images.sqlite", _SECONDS, isolation_level=None, check_same_thread=False)
+    index = sqlite3.connect(folder / INDEX, _SECONDS, isolation_level=None, check_same_thread=False)
     index.execute("PRAGMA synchronous = OFF")  # What a crash of the machine loses is read again.
     index.execute(
         "CREATE TABLE IF NOT EXISTS images"

@@ -215,12 +215,12 @@ def _entry(name: str, down: Tensor, up: Tensor, alpha: float) -> dict[str, Tenso
 # Format → family → function that converts a LoRA to tensors with the format's names.
 FORMS: Mapping[str, Mapping[str, Convert]] = {
     "comfyui": {
-        "qwen_image": _prefixed(COMFYUI_PREFIX),
+        **dict.fromkeys(("qwen_image", "qwen_image_edit"), _prefixed(COMFYUI_PREFIX)),  # One network.
         # Under its own prefix ComfyUI knows only the fused layer `img_mlp.gate_up`; its halves have diffusers' names.
         "qwen_image_21": _plain,
         "z_image": _prefixed(COMFYUI_PREFIX),
         "flux": _prefixed(PREFIX),
         "sd3": _plain,
     },
-    "kohya": {"qwen_image": _flattened, "z_image": _flattened, "flux": _kohya_flux},
+    "kohya": {"qwen_image": _flattened, "qwen_image_edit": _flattened, "z_image": _flattened, "flux": _kohya_flux},
 }

@@ -189,7 +189,7 @@ class PipelinePolicy(Policy):
         least, most = cls.images
         if not least <= count <= most:
             takes = f"needs at least {least} image to edit" if count < least else "makes images from text alone"
-            raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images)")
+            raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images, data.images)")
 
     def _stock_encode(self, text: str, *arguments: Any, **options: Any) -> Any:
         pipeline = self.whole("encode prompts")

@@ -19,6 +19,8 @@ from async_flowrl.types import Conditioning, Sampling
 
 # Tokens of the text encoder for one image: of 14 × 14 pixels, 2 × 2 of them in one, and those of "Picture 1: ".
 _TEXT_TOKENS_PER_IMAGE = (392 // 28) ** 2 + 8
+# Of the 4,096 positions, images take half of the larger of their rows and columns before the text, at most so many.
+_MOST_TOKENS = 4096 - 512
 _PROCESSOR = "processor"
 # Name of an image's tokens [rows, columns, channels] among the arrays of a prompt.
 _IMAGE = "image_{}"
@@ -49,6 +51,8 @@ class QwenImageEditPolicy(QwenImagePolicy):
             seen.append(pipeline.image_processor.resize(image, *sizes[0]))
             encoded[_IMAGE.format(place)] = self.encode_image(pipeline.image_processor.preprocess(image, *sizes[1]))
         embeds, mask = self._stock_encode(text, seen)
+        if (tokens := embeds.shape[1]) > _MOST_TOKENS:
+            raise ValueError(f"{self.title} has positions for {_MOST_TOKENS} tokens of text and images, got {tokens}")
         return on_host(prompt_embeds=embeds if mask is None else embeds[:, mask[0].bool()], **encoded)
 
     def encode_image(self, image: Tensor) -> Tensor:

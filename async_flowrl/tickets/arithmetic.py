@@ -89,6 +89,8 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
     colours = 3 * pixels(sized(config.rollout, config.rollout.resolution))
     image = colours + _FLOAT_BYTES * (recorded * math.prod(shapes.latents) + log_probs)
     text = sum(math.prod(shape) for shape in shapes.conditioning.values())
+    if "image_0" in shapes.conditioning and config.rollout.true_cfg_scale > 1:
+        text *= 2  # Beside the prompt, the negative prompt with its images.
     return config.images_per_ticket * image + _FLOAT_BYTES * text
 
 

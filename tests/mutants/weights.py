@@ -191,6 +191,12 @@ def kept_weights(save: Any) -> Any:
 
 
 LAYERS = "tests.unit.policies.test_quantized"
+
+
+def texts_alone(identity: Any) -> Any:
+    return lambda wording: identity(getattr(wording, "text", wording))
+
+
 TENSOR_FAULTS = (
     Mutant(
         "momentum moves an expert that a step did not train",
@@ -208,6 +214,11 @@ TENSOR_FAULTS = (
         {"async_flowrl.policies.quantized_layer:_Product.forward": kept_weights},
         f"{LAYERS}:test_a_layer_is_small_near_its_weights_and_keeps_no_others",
         arguments={"name": "nf4", "dtype": torch.bfloat16},
+    ),
+    Mutant(
+        "the text alone names an embedding, not its images",
+        {"async_flowrl.rollout.text_encoder:identity": texts_alone},
+        "tests.unit.data.test_condition_images:test_the_bytes_are_the_identity_and_are_read_once",
     ),
     Mutant("missing √h", {"async_flowrl.algorithms.sde:diffusion": without_root}, REFEREE, arguments=FLOW_GRPO),
     Mutant(

@@ -103,9 +103,9 @@ def test_what_is_refused_is_named_with_its_row(tmp_path: Path, capsys: pytest.Ca
         load(file)
 
 
-def test_the_bytes_are_the_identity_and_are_read_once(
-    picture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_are_the_identity_and_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path / "cache"))
+    picture = saved(tmp_path / "a.png")
     file = rows(tmp_path / "p.jsonl", {"prompt": "it", "image": "a.png"}, {"prompt": "it", "image": "b.png"})
     saved(tmp_path / "b.png", size=(8, 16))
     before = load(file).train

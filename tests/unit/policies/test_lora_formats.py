@@ -20,6 +20,7 @@ LAYERS = {
         *(f"transformer_blocks.{block}.{name}" for block in (0, 11) for name in (*ATTENTION, "ff.net.0.proj")),
         *(f"single_transformer_blocks.1.{name}" for name in ("attn.to_q", "attn.to_v", "proj_out")),
     ],
+    "qwen_image_edit": ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.img_mlp.net.0.proj"],
     "qwen_image_21": [f"transformer_blocks.0.img_mlp.{name}" for name in ("gate_layer", "proj", "out")],
 }
 
@@ -54,6 +55,17 @@ def test_alpha_stands_beside_fluxs_tensors_and_not_beside_sd3s(tmp_path: Path) -
     written = lora_formats.write(tmp_path / "sd3.safetensors", sd3, family="sd3", form="comfyui")
     assert same(lora_formats.read_back(written, "sd3").tensors, scaled(sd3))
     assert not [name for name in load_file(written) if "alpha" in name]
+
+
+@pytest.mark.parametrize("form", ["comfyui", "kohya"])
+def test_the_editing_qwen_image_has_the_names_of_the_other(form: str, tmp_path: Path) -> None:
+    source = adapter("qwen_image_edit")
+    written = {
+        family: lora_formats.write(tmp_path / f"{family}.safetensors", source, family=family, form=form)
+        for family in ("qwen_image", "qwen_image_edit")
+    }
+    assert same(load_file(written["qwen_image"]), load_file(written["qwen_image_edit"]))
+    assert same(lora_formats.read_back(written["qwen_image_edit"], "qwen_image_edit").tensors, scaled(source))
 
 
 def test_fluxs_projections_are_fused_for_kohya_and_come_apart_again(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from async_flowrl.config.schema import LoraConfig
 from async_flowrl.data.condition_images import examined, opened
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Prompt, Sampling, TextWithImages
-from tests.support.families import how, pipeline_of, policy_of
+from tests.support.families import how, model_config, pipeline_of, policy_of
 from tests.support.tiny import randomise, request, tensors
 from tests.unit.rollout.trajectories import replay
 
@@ -172,6 +173,20 @@ def test_every_adapted_layer_has_a_gradient(encoded: Any) -> None:
         name for name, p in lora_parameters(policy.transformer).items() if p.grad is None or not p.grad.any()
     ]
     assert dead == []
+
+
+def test_a_process_that_only_encodes_gives_the_same_bits(prompts: Any, encoded: Any) -> None:
+    """It has the VAE, too; one without text encoders decodes, and random weights draw arrays of the same shapes."""
+    (alone,) = policy_of(FAMILY, parts="text").encode([prompts[1].wording])
+    assert all(torch.equal(array, encoded(1)[0][name]) for name, array in tensors(alone).items())
+    without = policy_of(FAMILY, parts="cached")
+    assert without.text_encoders == [] and without.decode(torch.zeros(1, 1, 64), 32).shape == (1, 32, 32, 3)
+    model = resolve_model(replace(model_config(FAMILY), weights="random", dtype="float32"))
+    drawn = load_policy(model, dtype="float32", device="cpu", parts="all")
+    (arrays,) = drawn.encode([prompts[2].wording])
+    assert arrays.keys() == encoded(2)[0].keys() and arrays["image_1"].shape == (32, 32, 64)
+    x = torch.zeros(1, 1, 64)
+    assert drawn.velocity(x, torch.ones(1), tensors(arrays), None, how(FAMILY)).shape == x.shape
 
 
 def test_what_it_cannot_do_is_refused(policy: PipelinePolicy, tmp_path: Path, prompts: Any) -> None:
