@@ -23,7 +23,7 @@ from async_flowrl.config.models import is_toy
 from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.data.condition_images import examined, opened
-from async_flowrl.observability.images import grid
+from async_flowrl.observability.images import animation, grid
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.base import PolicyFamily
@@ -44,7 +44,7 @@ from async_flowrl.types import ByteArray, ConditionImage, Prompt, Sampling
 logger = logging.getLogger(__name__)
 
 # Endings of files that hold a moving picture, and its speed, which is that of Wan.
-ANIMATED, FRAMES_PER_SECOND = (".gif", ".webp"), 16
+ANIMATED = (".gif", ".webp")
 
 
 def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
@@ -261,12 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refuse(error)
     out.parent.mkdir(parents=True, exist_ok=True)
-    moving: dict[str, Any] = {
-        "save_all": True,
-        "append_images": sheets[1:],
-        "duration": 1000 // FRAMES_PER_SECOND,
-        "loop": 0,
-    }
-    sheets[0].save(out, **(moving if len(sheets) > 1 else {}))
+    sheets[0].save(out, **animation(sheets))
     logger.info("wrote %s", out)
     return 0

@@ -24,6 +24,8 @@ INDEX = "index.json"
 # Images with at most this many pixels per side are kept as PNG (lossless), larger ones as WebP of WEBP_QUALITY.
 MAX_LOSSLESS_SIDE = 128
 WEBP_QUALITY = 90
+# Of videos that move; that of Wan.
+FRAMES_PER_SECOND = 16
 
 
 def write_images(
@@ -31,23 +33,33 @@ def write_images(
 ) -> None:
     """Writes the first `most` images of every prompt as single files; an existing `folder` is replaced.
 
-    `images` maps the prompt's index to uint8 [n, H, W, 3]. Sides above `side` pixels are reduced to it. `details` holds
-    one dictionary per prompt in the same order (see `picture_data`), which goes into `index.json`.
+    `images` maps the prompt's index to uint8 [n, H, W, 3]; videos [n, F, H, W, 3] become animated WebP. Sides above
+    `side` pixels are reduced to it. `details` holds one dictionary per prompt in the same order (see `picture_data`),
+    which goes into `index.json`.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     entries = []
     for (place, group), detail in zip(images.items(), details, strict=True):
         files = []
-        for number, image in enumerate(contact_sheets(group[:most])):
-            small = max(image.shape[:2]) <= MAX_LOSSLESS_SIDE
-            files.append(f"{place:03d}_{number}.{'png' if small else 'webp'}")
-            picture = Image.fromarray(image)
-            picture.thumbnail((side, side), Image.Resampling.LANCZOS)
-            options = {"optimize": True} if small else {"quality": WEBP_QUALITY}
-            picture.save(folder / files[-1], **options)
+        for number, image in enumerate(group[:most]):
+            small, video = max(image.shape[-3:-1]) <= MAX_LOSSLESS_SIDE, image.ndim == 4
+            files.append(f"{place:03d}_{number}.{'png' if small and not video else 'webp'}")
+            pictures = [Image.fromarray(frame) for frame in (image if video else image[None])]
+            for picture in pictures:
+                picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+            options = {"lossless" if video else "optimize": True} if small else {"quality": WEBP_QUALITY}
+            pictures[0].save(folder / files[-1], **options, **animation(pictures))
         entries.append({"place": place, **detail, "files": files})
     replace_file(folder / INDEX, json.dumps({"prompts": entries}, ensure_ascii=False))
+
+
+def animation(pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    """Returns the options with which the first picture's `save` writes all as one that moves; {} for a single one."""
+    if len(pictures) == 1:
+        return {}
+    moving = {"save_all": True, "append_images": pictures[1:], "loop": 0}
+    return {**moving, "duration": 1000 // FRAMES_PER_SECOND}
 
 
 def write_grid(

@@ -100,7 +100,6 @@ class PipelineFamily(PolicyFamily):
         return self.policy_of(transformer, scheduler, vae, **options)
 
     def structure(self, path: str, dtype: torch.dtype, revision: str | None = None) -> nn.Module:
-        """Returns the network on the meta device, by its configuration."""
         return self.network(configuration(path, "transformer", revision), dtype, boundary_ratio(path, revision))
 
     def network(self, config: Mapping[str, Any], dtype: torch.dtype, ratio: float | None) -> nn.Module:

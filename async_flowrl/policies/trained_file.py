@@ -35,7 +35,6 @@ def apply(pipeline: Any, path: Path) -> None:
 
 
 def experts_of(pipeline: Any) -> list[str]:
-    """Returns the names of a diffusers pipeline's networks: one, or the two of a model with experts."""
     return [name for name in EXPERTS if getattr(pipeline, name, None) is not None]
 
 
@@ -71,7 +70,6 @@ def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel
 
 
 def _write_network(target: Path, state: dict[str, Tensor], config: Path) -> Path:
-    """Writes the files of `target` to a folder beside it, which is returned."""
     from huggingface_hub import save_torch_state_dict
 
     work = target.with_name(f".{target.name}-unfinished")

@@ -114,12 +114,10 @@ class WanFamily(PipelineFamily):
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
-    """Wan 2.1."""
     return _tiny(config, (FOLDER,))
 
 
 def tiny_experts(config: TinyConfig) -> Any:
-    """Wan 2.2 with two experts."""
     pipeline = _tiny(config, EXPERTS, boundary_ratio=0.875)  # As Wan-AI/Wan2.2-T2V-A14B-Diffusers.
     tiny.spread_norms(pipeline)
     return pipeline

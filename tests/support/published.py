@@ -29,6 +29,17 @@ MODELS: Models = {
         "transformer/config.json": {"in_channels": 64, "guidance_embeds": True, **TEXT_DIM},
         "vae/config.json": FOUR_WIDTHS,
     },
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {
+        "model_index.json": {"_class_name": "WanPipeline"},
+        "transformer/config.json": {"in_channels": 16, "patch_size": [1, 2, 2], "text_dim": 4096, "num_layers": 30},
+        "vae/config.json": {"temperal_downsample": [False, True, True]},
+    },
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {
+        "model_index.json": {"_class_name": "WanPipeline", "boundary_ratio": 0.875},
+        "transformer/config.json": {"in_channels": 16, "patch_size": [1, 2, 2], "text_dim": 4096, "num_layers": 1},
+        "vae/config.json": {"temperal_downsample": [False, True, True]},
+        "scheduler/scheduler_config.json": {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+    },
 }  # fmt: skip
 """Model → file → the entries of that file that the checks before a run read."""
 

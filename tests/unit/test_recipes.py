@@ -31,6 +31,11 @@ VARIANTS = {
     "flux_1x24gb": "flux_pickscore",
 }
 """Further recipes, with the one that has the same model."""
+VIDEOS = {
+    "wan21_1_3b_pickscore": ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", (16, 2, 32, 32)),
+    "wan22_a14b_pickscore": ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", (16, 2, 60, 60)),
+}
+"""Recipes of videos, with their models and latents."""
 LATENTS = {
     "q": (1024, 64),
     "s": (16, 48, 48),
@@ -50,14 +55,14 @@ def recipe(name: str, tmp_path: Path, *overrides: str) -> Config:
     return compose_config("one_step_off", wanted)
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *VARIANTS])
+@pytest.mark.parametrize("name", [*RECIPES, *VARIANTS, *VIDEOS])
 def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
-    model = RECIPES[VARIANTS.get(name, name)]
+    model, latents = VIDEOS.get(name) or (RECIPES[VARIANTS.get(name, name)], LATENTS.get(name, LATENTS[name[0]]))
     config = recipe(name, tmp_path)
     check(config)
     prepared = prepare(config)
     assert (prepared.model.path, prepared.model.revision) == (model, COMMIT)
-    assert prepared.shapes.latents == LATENTS.get(name, LATENTS[name[0]])
+    assert prepared.shapes.latents == latents
     assert model in dry_run_lines(prepared, tmp_path)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
+from async_flowrl.observability.contact_sheet import contact_sheets
 from async_flowrl.observability.images import write_images
 from async_flowrl.observability.statistics import diversity
 
@@ -33,10 +34,11 @@ def test_an_evaluation_that_is_made_again_replaces_its_images(tmp_path: Path) ->
     assert sorted(path.name for path in (tmp_path / "step").iterdir()) == ["000_0.png", "index.json"]
 
 
-def test_of_videos_there_are_contact_sheets_of_evenly_spaced_frames(tmp_path: Path) -> None:
+def test_videos_move_and_their_diversity_is_that_of_contact_sheets(tmp_path: Path) -> None:
     frames = np.arange(7, dtype=np.uint8)[None, :, None, None, None] * np.ones((2, 7, 8, 16, 3), dtype=np.uint8)
     write_images(tmp_path / "step", {0: frames}, [{"prompt": "a"}], most=1, side=200)
-    shown = np.asarray(Image.open(tmp_path / "step" / "000_0.png"))
-    assert shown.shape == (8, 4 * 16, 3)
-    assert shown[0, ::16, 0].tolist() == [0, 2, 4, 6]
+    with Image.open(tmp_path / "step" / "000_0.webp") as shown:
+        seen = [np.asarray(frame.convert("RGB"))[0, 0, 0] for frame in ImageSequence.Iterator(shown)]
+        assert shown.size == (16, 8) and seen == list(range(7)) and shown.info["loop"] == 0
+    assert contact_sheets(frames)[0, 0, ::16, 0].tolist() == [0, 2, 4, 6]
     assert diversity(frames) == 0.0 and diversity(np.stack([frames[0], frames[0] + 51])) == pytest.approx(0.2)

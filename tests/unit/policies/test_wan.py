@@ -3,13 +3,21 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import diffusers
 import pytest
 import torch
 
 from async_flowrl.algorithms import sde
-from async_flowrl.policies.registry import load_family, load_policy, resolve_model, weights_of
+from async_flowrl.config.schema import ModelConfig, TinyConfig
+from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import with_euler_steps
+from async_flowrl.policies.registry import load_family, load_pipeline, load_policy, resolve_model, weights_of
+from async_flowrl.policies.tiny import spread_norms
+from async_flowrl.policies.wan import tiny_pipeline
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.types import Sampling
 from checkpoint_engine import base_digest
 from tests.support.families import NEGATIVE, TEXT, conditioning, how, model_config
 from tests.support.shared_models import SharedModels
@@ -27,15 +35,18 @@ STEPS = 4
 def test_videos_are_the_stock_pipelines(
     size: tuple[int, int, int], name: str, cfg: float, second: float | None, shared_models: SharedModels
 ) -> None:
-    policy, pipeline = shared_models.policy(name), shared_models.pipeline(name)
     sampling = replace(how(name, cfg=cfg), resolution=size, true_cfg_scale_2=second)
-    arguments = load_family("wan").guidance_arguments(sampling)
-    assert arguments.get("guidance_scale_2") == second
+    assert load_family("wan").guidance_arguments(sampling).get("guidance_scale_2") == second
+    same_videos(shared_models.policy(name), shared_models.pipeline(name), sampling)
+
+
+def same_videos(policy: Policy, pipeline: Any, sampling: Sampling) -> None:
+    """Asserts that policy and stock pipeline make the same two videos, at most one level of 255 apart."""
+    frames, height, width = size = cast("tuple[int, int, int]", sampling.resolution)
     start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
-    frames, height, width = size
     theirs = pipeline(
         [TEXT] * 2,
-        **arguments | {"negative_prompt": [NEGATIVE] * 2},
+        **load_family("wan").guidance_arguments(sampling) | {"negative_prompt": [NEGATIVE] * 2},
         height=height,
         width=width,
         num_frames=frames,
@@ -90,3 +101,40 @@ def test_frames_that_a_model_cannot_make_are_refused(shared_models: SharedModels
             shared_models.policy("wan").latent_shape((frames, 32, 32))
     with pytest.raises(ValueError, match=r"^frames .*5$"):
         shared_models.policy("qwen_image").latent_shape((5, 32, 32))
+
+
+def ti2v_5b(config: TinyConfig) -> Any:
+    """A tiny Wan 2.2 TI2V-5B: a time per token in the stock pipeline, and a VAE with 16 pixels per side of a latent."""
+    pipeline = tiny_pipeline(config)
+    z, settings = 48, {key: value for key, value in pipeline.transformer.config.items() if not key.startswith("_")}
+    network = diffusers.WanTransformer3DModel(**{**settings, "in_channels": z, "out_channels": z})
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=z,
+        num_res_blocks=1,
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_spatial=16,
+        latents_mean=torch.linspace(-1, 1, z).tolist(),
+        latents_std=torch.linspace(0.5, 2, z).tolist(),
+    )
+    parts = {**pipeline.components, "transformer": network.eval(), "vae": vae.eval()}
+    made = diffusers.WanPipeline(**parts, expand_timesteps=True)
+    spread_norms(made)
+    return made
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_the_5b_model_is_text_to_video_by_the_same_road(cfg: float) -> None:
+    tiny_config = TinyConfig(family="tests.unit.policies.test_wan:ti2v_5b", heads=4)
+    model = resolve_model(ModelConfig(tiny=tiny_config, max_sequence_length=24))
+    policy = load_policy(model, dtype="float32", device="cpu", parts="all")
+    pipeline = load_pipeline(model, dtype="float32", device="cpu")
+    pipeline.scheduler = with_euler_steps(pipeline.scheduler)
+    assert policy.latent_shape((5, 64, 96)) == (48, 2, 4, 6)
+    with pytest.raises(ValueError, match=r"multiples of 32, .* 64 × 80"):
+        policy.latent_shape((5, 64, 80))
+    same_videos(policy, pipeline, replace(how("wan", cfg=cfg), resolution=(5, 64, 96)))
