@@ -252,7 +252,7 @@ NOISY = tuple(name for name in BUILT_IN if name not in FINAL)
 USED_BY: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (
-            *("sde_type", "noise_level", "window", "sde_window_size", "sde_window_range", "window_per"),
+            *("sde_type", "noise_level", "window", "sde_window_size", "sde_window_range"),
             *("window_interval", "window_decay", "window_interval_min", "window_decay_start", "window_decay_rate"),
             *("window_list", "clip_unit", "step_weight", "max_kl_per_update", "kl_probe_images"),
             *("kl_form", "correction", "correction_threshold", "tis_cap", "zero_std_groups"),

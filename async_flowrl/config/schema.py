@@ -200,7 +200,7 @@ class AlgorithmConfig:
     """Half-open range of denoising steps, by index, that may get noise; null = all but the last one, which never gets
     any, so that a range ends before it where there are fewer steps."""
     window_per: str = setting("group", choices=("group", "step"))
-    """group: each group draws its own window. step: all groups of a training step share one."""
+    """group: each group draws its own window, or noise levels. step: all groups of a training step share them."""
     window_interval: int = setting(25, at_least=1)
     """Training steps before a sliding window moves by one denoising step."""
     window_decay: str = setting("none", choices=("none", "linear", "exponential"))

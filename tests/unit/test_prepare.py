@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from async_flowrl.cli.doctor import compare_store
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.launch import check_stored
 from async_flowrl.run.precheck import precheck
@@ -22,6 +23,16 @@ def test_the_dtype_of_the_files_is_written_down(tmp_path: Path) -> None:
     found = prepared(tmp_path)
     assert found.config.model.dtype == found.model.dtype == found.requests.config.model.dtype == "float32"
     assert prepared(tmp_path, "model.dtype=bfloat16").model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft"])
+def test_ranks_that_share_two_experts_train_the_same_levels(algorithm: str, tmp_path: Path) -> None:
+    """FSDP2 would wait for ever for a rank that computes with the other expert."""
+    settings = ("model=tiny_wan22", "rollout.frames=5", f"algorithm={algorithm}", "trainer.num_workers=2")
+    with pytest.raises(ConfigError, match=r"algorithm\.window_per"):
+        prepared(tmp_path, *settings, "trainer.shard=full")
+    prepared(tmp_path, *settings, "trainer.shard=full", "algorithm.window_per=step")
+    prepared(tmp_path, *settings, "trainer.shard=none")
 
 
 def test_the_store_must_hold_it_when_the_trained_parameters_are_known(

@@ -170,7 +170,7 @@ def test_a_teacher_needs_steps_with_a_density() -> None:
 
 OTHER: dict[str, Any] = {
     "sde_type": "cps", "noise_level": 0.5, "window": "random", "sde_window_size": 2, "sde_window_range": (0, 3),
-    "window_per": "step", "window_interval": 3, "window_decay": "linear", "window_interval_min": 2,
+    "window_interval": 3, "window_decay": "linear", "window_interval_min": 2,
     "window_decay_start": 5, "window_decay_rate": 0.2, "window_list": [1], "clip_range": 0.2, "clip_unit": "nats",
     "step_weight": "variance", "max_kl_per_update": 1.0, "kl_probe_images": 3, "kl_form": "exact", "correction": "mask",
     "correction_threshold": 0.5, "tis_cap": 3.0, "timestep_range": (0, 3), "kl_coef": 0.1, "adv_clip_max": 3.0,

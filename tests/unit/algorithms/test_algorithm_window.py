@@ -25,6 +25,8 @@ def test_windows_are_drawn_per_group_or_per_step() -> None:
     for shared in (replace(config, window_per="step"), replace(config, global_std=True)):
         assert len({draw(shared, group=group) for group in range(40)}) == 1
         assert len({draw(shared, step=step) for step in range(40)}) > 3
+    levels = AlgorithmConfig(name="diffusion_nft", timestep_range=(0, 8), window_per="step")
+    assert len({draw(levels, group=group) for group in range(40)}) == 1
 
 
 def test_draws_depend_on_seed_step_and_group_alone() -> None:
