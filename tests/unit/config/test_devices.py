@@ -11,6 +11,7 @@ SHARED = {
     "threads": (("runtime.backend=local",), "runtime.backend=local has all workers in one process"),
     "trainer on the CPU": (("trainer.gpus_per_worker=0",), "trainer.gpus_per_worker=0 leaves its workers on the CPU"),
     "rollout on the CPU": (("rollout.gpus_per_worker=0",), "rollout.gpus_per_worker=0 leaves its workers on the CPU"),
+    "a trainer's versions on the host": (("trainer.versions_on=host",), "(trainer.versions_on)"),
     "one of each": (("trainer.gpus_per_worker=0.3", "rollout.gpus_per_worker=0.7"), "fit on one device"),
     "two rollout workers": (
         ("rollout.num_workers=2", "rollout.gpus_per_worker=0.5"),

@@ -63,6 +63,9 @@ def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None
     copy = 12 * ELEMENTS + 2 * VERSION
     assert needed(config(), node(1e12)) == [2 * VERSION + copy, 0, 2 * VERSION, 2 * VERSION]
     assert needed(config("total_steps=1"), node(1e12)) == [VERSION + copy, 0, VERSION, VERSION]
+    aside = (8 + 8) * ELEMENTS + 2 * VERSION  # The rank's own sum and that of all ranks; versions.
+    given = config("trainer.sum_on=host", "trainer.versions_on=host")
+    assert needed(given, node(1e12, trainer=[0, 1])) == [aside + 2 * VERSION + copy, aside]
     planned = config()
     assert host_bytes(planned, sizes(planned)) == 4 * VERSION, "with two under way"
     assert ring_bytes(planned, sizes(planned)) == 4 * VERSION
