@@ -27,10 +27,12 @@ class Experts(nn.Module):
     def config(self) -> Any:
         return cast("Any", self.transformer).config
 
-    def forward(self, *, hidden_states: Tensor, timestep: Tensor, **inputs: Any) -> tuple[Tensor]:
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, *, return_dict: bool
+    ) -> tuple[Tensor]:
         """Returns the outputs [n, ...]; all inputs have n rows. The host waits for the device to read the timesteps."""
-        high = timestep >= self.boundary
-        rows = {"hidden_states": hidden_states, "timestep": timestep, **inputs}
+        high, texts = timestep >= self.boundary, {"encoder_hidden_states": encoder_hidden_states}
+        rows = {"hidden_states": hidden_states, "timestep": timestep, **texts, "return_dict": return_dict}
         if bool(high.all()):
             return self._called("transformer", rows)
         if not bool(high.any()):

@@ -22,7 +22,7 @@ from async_flowrl.config.paths import cache_dir
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
 from async_flowrl.policies.pipeline_family import PipelineFamily, structure
 from async_flowrl.policies.quantizer import Quantizer
-from async_flowrl.policies.stored import EXPERTS, FOLDER, Weights, configuration, fill
+from async_flowrl.policies.stored import EXPERTS, FOLDER, Weights, boundary_ratio, configuration, fill
 from async_flowrl.policies.tiny import cached
 from async_flowrl.types import Conditioning, EncoderInput, TextWithImages, identity
 
@@ -83,7 +83,9 @@ def random_policy(
     parameters = inspect.signature(stock).parameters
     nothing = dict.fromkeys(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
-    loaded = {**family.components(network), "vae": vae, "scheduler": scheduler}
+    loaded: dict[str, Any] = {**family.components(network), "vae": vae, "scheduler": scheduler}
+    if (ratio := boundary_ratio(path)) is not None:
+        loaded["boundary_ratio"] = ratio
     pipeline = stock(**nothing | family.own_parts(None) | loaded)
     policy = family.around(pipeline, dtype, max_sequence_length=longest)
     cast("Any", policy).encode = MethodType(_encode, policy)

@@ -11,7 +11,7 @@ from async_flowrl.cli.check_model import CAUSES, main
 from async_flowrl.config.compose import compose_config
 from async_flowrl.run.job import run
 from tests.integration.runs import LOCAL
-from tests.support.families import EDITING, NAMES, WHOLE_TEXTS
+from tests.support.families import EDITING, EXPERTS, NAMES, WHOLE_TEXTS
 
 SHORT = ["--max-sequence-length", "24", "--steps", "4"]
 SD3 = ["tiny", "--tiny-family", "sd3", *SHORT]
@@ -57,10 +57,10 @@ def verdicts(printed: str) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) == 4 and row[0] != "step"}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *EDITING])
+@pytest.mark.parametrize("name", [*NAMES, *EDITING, *EXPERTS])
 def test_a_shipped_family_is_its_stock_pipeline(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     padded = [] if name in WHOLE_TEXTS else SHORT
-    assert main(["tiny", "--tiny-family", name, *padded]) == 0
+    assert main(["tiny", "--tiny-family", EXPERTS.get(name, name), *padded]) == 0
     assert verdicts(capsys.readouterr().out) == dict.fromkeys(CAUSES, "yes")
 
 

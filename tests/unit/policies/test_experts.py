@@ -14,7 +14,7 @@ from async_flowrl.policies import lora_file, trained_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.experts import Experts
 from async_flowrl.policies.lora import lora_parameters, targeted_modules
-from async_flowrl.policies.registry import resolve_model, weights_of
+from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.optimizer import Optimizer
 from checkpoint_engine import base_digest
@@ -57,6 +57,21 @@ def test_its_weights_have_the_names_of_both(shared_models: SharedModels) -> None
     assert base_digest(stored, set(stored)) == base_digest(dict(network.named_parameters()))
     first, second = stored["transformer.proj_out.weight"], stored["transformer_2.proj_out.weight"]
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("quantize", "weights"), [(None, "files"), ("int8", "files"), ("nf4", "random")])
+def test_every_road_has_both_with_the_same_bits(
+    quantize: str | None, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(model_config("wan22"), dtype="bfloat16", quantize=quantize, weights=weights)
+    built = resolve_model(config)
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path))
+    digests = set()
+    for parts in ("all", "cached", "transformer"):
+        network = load_policy(built, dtype="bfloat16", device="cpu", parts=parts).transformer
+        assert isinstance(network, Experts)
+        digests.add(base_digest(dict(network.named_parameters())))
+    assert digests == {base_digest(weights_of(built), {name for name, _ in network.named_parameters()})}
 
 
 @pytest.mark.parametrize("form", ["diffusers", "peft"])
