@@ -27,6 +27,8 @@ SHARED, SERVE = "placement=shared", "{command: 'a {port}'}"
 PIN = "options: {revision: 0123456789012345678901234567890123456789}"
 WHOLE = "tune=full"
 
+SHARED_BASE = ("trainer.num_workers=2", "trainer.shard=full", "dry_run=true")
+HTTP_TERM = ("reward.terms={far: {name: http, options: {url: 'http://127.0.0.1:9'}}}", "group_size=4", "dry_run=true")
 REFUSED: list[tuple[list[str], str]] = [
     # What is typed wrong: the key, and the nearest one where there is one.
     (["total_stepz=3"], "total_stepz total_steps"),
@@ -76,6 +78,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["time_limit=0"], "time_limit"),
     ([f"evaluate.seed={10**20}"], "evaluate.seed"),
     (["rollout.true_cfg_scale=0.5"], "true_cfg_scale"),
+    (["rollout.true_cfg_scale_2=3"], "rollout.true_cfg_scale_2 rollout.true_cfg_scale"),
+    (["rollout.true_cfg_scale=4", "rollout.true_cfg_scale_2=3", "dry_run=true"], "true_cfg_scale_2 Qwen-Image"),
+    (["model=tiny_wan22", *SHARED_BASE], "algorithm.window_per=group window_per=step trainer.shard=none"),
+    (["model=tiny_wan21", "rollout.frames=65", *HTTP_TERM], "reward.terms.far 1560 max_images=256"),
     # Values that do not go together.
     (["max_staleness=3"], "mode=one_step_off max_staleness"),
     (["trainer.micro_batch_size=3", HERE], "trainer.micro_batch_size"),
