@@ -64,7 +64,7 @@ def pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [places[name].copy_(tensor) for name, tensor in named.items()]
 
 
-CACHED_PROMPTS = 1024  # Largest number of embeddings in the cache; the least recently used one is removed first.
+CACHED_BYTES = 2 * 2**30  # Most bytes of embeddings in the cache; the least recently used one is removed first.
 
 
 class Encoder(Protocol):
@@ -95,8 +95,8 @@ def encode_one(policy: Policy, key: EmbeddingKey) -> Conditioning:
 class Prompts:
     """The cache. It asks its encoder for all missing embeddings of a ticket in one call."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: Encoder, max_bytes: int = CACHED_BYTES) -> None:
+        self._encoder, self._max_bytes, self._bytes = encoder, max_bytes, 0
         self._known: OrderedDict[EmbeddingKey, Conditioning] = OrderedDict()
 
     def embeddings(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
@@ -104,16 +104,21 @@ class Prompts:
         missing = [key for key in dict.fromkeys(keys) if key not in self._known]
         if missing:
             self._known |= zip(missing, self._encoder.encode(missing), strict=True)
+            self._bytes += sum(_nbytes(self._known[key]) for key in missing)
         for key in keys:
             self._known.move_to_end(key)
         found = [self._known[key] for key in keys]
-        while len(self._known) > CACHED_PROMPTS:
-            self._known.popitem(last=False)
+        while self._bytes > self._max_bytes:
+            self._bytes -= _nbytes(self._known.popitem(last=False)[1])
         return found
 
     def encode_negatives(self, texts: Sequence[EncoderInput]) -> list[Conditioning]:
         """Returns the conditioning of negative prompts for the trainer, without keeping them in the cache."""
         return self._encoder.encode([(text, None, True) for text in texts])
+
+
+def _nbytes(embedded: Conditioning) -> int:
+    return sum(array.nbytes for array in embedded.values())
 
 
 logger = logging.getLogger(__name__)

@@ -61,6 +61,15 @@ def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
     assert [text for _, text, *_ in visited.encoded[3:]] == ["green", "blue"] and visited.visits == 3
 
 
+def test_the_cache_has_room_for_so_many_bytes_and_forgets_what_was_used_longest_ago() -> None:
+    visited = Visited()
+    prompts = Prompts(PolicyEncoder(visited, visited.visit), max_bytes=2 * 12)  # of two prompts
+    for text in ("a", "b", "a", "c", "a", "b"):
+        prompts.embeddings([(text, None, False)])
+    assert [text for _, text, *_ in visited.encoded] == ["a", "b", "c", "b"]
+    assert len(prompts.embeddings([(text, None, False) for text in "defg"])) == 4
+
+
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in host memory stands in for the one on a device."""
