@@ -22,7 +22,7 @@ class FluxPolicy(PipelinePolicy):
 
     family = "flux"
     title = "FLUX.1"
-    packs_tokens = True
+    packs_tokens = pads_texts = True
     most_tokens = 512
     # As in flow_grpo's FLUX scripts. `attn.to_q`, `to_k` and `to_v` also exist in the single-stream blocks.
     lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)

@@ -65,13 +65,6 @@ def with_norm_of(conditional: Tensor, guided: Tensor) -> Tensor:
     return guided * rescale
 
 
-def apart(positive: Mapping[str, Tensor], negative: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Returns True if guidance needs two forward passes: on CUDA, for prompts of different lengths."""
-    # In one batch the shorter text would be padded and masked, and a mask prevents flash attention; the results are
-    # mathematically equal.
-    return device.type == "cuda" and any(positive[name].shape != negative[name].shape for name in positive)
-
-
 def over_white(images: Tensor) -> Tensor:
     """Returns RGB images uint8 [..., 3]; those with transparency, RGBA [..., 4], are laid over white.
 
@@ -111,6 +104,8 @@ class PipelinePolicy(Policy):
     has_system_prompt: ClassVar[bool] = False
     # True: the model makes videos, of `rollout.frames` frames.
     makes_videos: ClassVar[bool] = False
+    # True: the texts of all prompts have one length.
+    pads_texts: ClassVar[bool] = False
     # Fewest and most images that a prompt brings to be edited.
     images: ClassVar[tuple[int, float]] = (0, 0)
     # Largest `max_sequence_length` of the diffusers pipeline; None if it takes any.
@@ -299,7 +294,7 @@ class PipelinePolicy(Policy):
     ) -> Tensor:
         """Returns the velocity with guidance. Raises ValueError for latents of another size, or a missing `negative`.
 
-        With true CFG, prompt and negative prompt both get gradients, in one batch or two (`apart`).
+        With true CFG, prompt and negative prompt both get gradients, in one batch or two (`in_two_passes`).
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)}")
@@ -321,13 +316,21 @@ class PipelinePolicy(Policy):
         """
         if sampling.true_cfg_scale <= 1:
             return self._network(latents, sigma, positives, sampling)
-        if any(apart(*pair, latents.device) for pair in zip(positives, negatives, strict=True)):
+        if self.in_two_passes(latents.device):
             conditional = self._network(latents, sigma, positives, sampling)
             unconditional = self._network(latents, sigma, negatives, sampling)
         else:
             rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
             conditional, unconditional = self._network(*rows, [*positives, *negatives], sampling).chunk(2)
         return self._guide(conditional, unconditional, self._scale(sigma, sampling))
+
+    def in_two_passes(self, device: torch.device) -> bool:
+        """Returns True if guidance makes a forward pass for prompts and one for negative prompts.
+
+        It depends on no prompt, because trainer ranks that share a base must make as many passes as each other.
+        """
+        # In one batch a shorter text would be padded and masked, and on CUDA a mask prevents flash attention.
+        return device.type == "cuda" and not self.pads_texts
 
     def _scale(self, sigma: Tensor, sampling: Sampling) -> float | Tensor:
         """Returns the scale of classifier-free guidance, which may be a tensor that broadcasts to latents [n, ...]."""

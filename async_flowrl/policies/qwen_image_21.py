@@ -57,6 +57,9 @@ class QwenImage21Policy(PipelinePolicy):
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"prompt_embeds": (self.planned_tokens, self._config.context_in_dim)}
 
+    def in_two_passes(self, device: torch.device) -> bool:
+        return True  # See `_network`.
+
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:

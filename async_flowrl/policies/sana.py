@@ -18,7 +18,8 @@ class SanaPolicy(PipelinePolicy):
     """Policy of SANA and SANA-1.5. `true_cfg_scale` is the scale of plain classifier-free guidance."""
 
     family, title, size_step, stock_guidance = "sana", "SANA", 32, "guidance_scale"
-    names_patch_size, vae_stages = True, "encoder_block_out_channels"
+    names_patch_size = pads_texts = True
+    vae_stages = "encoder_block_out_channels"
     # The layers of both attentions of a block; its feed-forward part has only convolutions.
     lora_targets: Sequence[str] = tuple(
         f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")

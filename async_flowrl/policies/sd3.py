@@ -21,7 +21,7 @@ class SD3Policy(PipelinePolicy):
 
     family = "sd3"
     title = "Stable Diffusion 3"
-    names_patch_size = True
+    names_patch_size = pads_texts = True
     most_tokens = 512
     stock_guidance = "guidance_scale"
     # As in flow_grpo's SD3 scripts; the second attention of SD3.5-M gets no LoRA.

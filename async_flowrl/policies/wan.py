@@ -24,7 +24,7 @@ class WanPolicy(PipelinePolicy):
 
     family, title, stock_guidance = "wan", "Wan", "guidance_scale"
     vae_stages = "temperal_downsample"
-    makes_videos = True
+    makes_videos = pads_texts = True
     # The layers of both attentions of a block.
     lora_targets: Sequence[str] = tuple(
         f"attn{which}.{layer}" for which in (1, 2) for layer in ("to_q", "to_k", "to_v", "to_out.0")

@@ -22,7 +22,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import PARTS, load_engine, open_embeddings
 from async_flowrl.seeds import generator
 from async_flowrl.types import RolloutRequest
-from tests.support.families import NAMES, how, model_config
+from tests.support.families import NAMES, how, model_config, passes_by_length
 from tests.support.tiny import request
 
 pytestmark = [
@@ -175,3 +175,9 @@ def test_cached_embeddings_make_the_same_images_and_the_network_comes_back_whole
         assert one.trajectory is not None and other.trajectory is not None
         assert np.array_equal(one.images, other.images)
         assert np.array_equal(one.trajectory.latents, other.trajectory.latents)
+
+
+@FAMILIES
+def test_guidance_makes_as_many_passes_for_every_prompt(family: str) -> None:
+    """Ranks that share a base by FSDP2 would wait for ever for one that makes fewer."""
+    assert len(set(passes_by_length(policy_on_device(family)))) == 1

@@ -123,3 +123,19 @@ def conditioning(policy: Policy) -> tuple[Mapping[str, Tensor], Mapping[str, Ten
 
 def latents(policy: Policy, n: int = N, seed: int = 0) -> Tensor:
     return torch.randn(n, *policy.latent_shape(32), generator=torch.Generator().manual_seed(seed))
+
+
+def passes_by_length(policy: Any) -> list[int]:
+    """Returns the number of the network's calls for a prompt as long as its negative prompt, and for a longer one."""
+    device, found = next(policy.transformer.parameters()).device, []
+    x, sigma = torch.zeros(1, *policy.latent_shape(32), device=device), torch.tensor([0.5], device=device)
+    for text in (NEGATIVE, f"{NEGATIVE} beside a long river"):
+        calls: list[Any] = []
+        hook = policy.transformer.register_forward_pre_hook(lambda module, _, calls=calls: calls.append(module))
+        branches = [tensors(policy.encode([words])[0]) for words in (text, NEGATIVE)]
+        on_device = [{name: value.to(device) for name, value in branch.items()} for branch in branches]
+        with torch.no_grad():
+            policy.velocity(x, sigma, *on_device, how(policy.family, cfg=3.0))
+        hook.remove()
+        found.append(len(calls))
+    return found

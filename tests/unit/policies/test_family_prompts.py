@@ -4,7 +4,7 @@ import numpy as np
 
 from async_flowrl.policies.base import Policy
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from tests.support.families import TEXT, N, how, policy_of
+from tests.support.families import TEXT, N, how, passes_by_length, policy_of
 from tests.support.tiny import request
 
 
@@ -28,3 +28,8 @@ def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(pla
     assert np.array_equal(one.images, two.images)
     assert one.trajectory is not None and two.trajectory is not None
     assert np.array_equal(one.trajectory.latents, two.trajectory.latents)
+
+
+def test_guidance_makes_as_many_passes_for_every_prompt(plain: Policy) -> None:
+    """Ranks that share a base by FSDP2 would wait for ever for one that makes fewer."""
+    assert len(set(passes_by_length(plain))) == 1
