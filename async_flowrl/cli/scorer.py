@@ -22,7 +22,8 @@ from separation.supervise import leaves
 logger = logging.getLogger(__name__)
 
 # A reward: images uint8 [n, H, W, 3] of one prompt, or with an attribute `video` that is True also videos uint8
-# [n, F, H, W, 3] → one result per image or video. It is called for one group at a time:
+# [n, F, H, W, 3] → one result per image or video. With an attribute `images` that is False it gets videos alone. It is
+# called for one group at a time:
 # neighbouring images of a request with the same size and prompt. It raises PromptRefused for a prompt that it does not
 # score; any other exception is a failure of the reward.
 Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
@@ -103,7 +104,10 @@ class Scorer:
     async def _scored(self, pending: PendingRequest) -> list[Result]:
         request, results = pending.request, list[Result]()
         images = await asyncio.to_thread(contract.decode_images, request.images, self.limits)
-        if request.frames > 1:
+        if request.frames is None:
+            if not getattr(self._score, "images", True):
+                raise ContractError("this server scores videos, and the request has images: set video=true")
+        else:
             if not getattr(self._score, "video", False):
                 raise ContractError("this server scores images, and the request has videos")
             images = _videos(images, request.frames)

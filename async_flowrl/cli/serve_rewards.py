@@ -75,6 +75,7 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
         return results(await reward.score(target_prompt, images, executor), config)
 
     score.video = True  # type: ignore[attr-defined]
+    score.images = not any(term.video for term in reward.terms)  # type: ignore[attr-defined]
     return score
 
 

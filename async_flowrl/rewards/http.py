@@ -91,8 +91,8 @@ class HTTP:
         request fails.
         """
         kind = PNG if self.encoding == MULTIPART else self.encoding
-        frames = self._frames(images.shape[1]) if self.video else 1
-        videos = images[:, spaced_frames(images.shape[1], frames)] if self.video else images[:, None]
+        frames = self._frames(images.shape[1]) if self.video else None
+        videos = images[:, None] if frames is None else images[:, spaced_frames(images.shape[1], frames)]
         files = [[contract.encode_image(image, kind) for image in video] for video in videos]
         parts = [files] if self.batch == GROUP else [[video] for video in files]
         requests, fields = [], [contract.prompt_fields(prompt)]
@@ -118,7 +118,7 @@ class HTTP:
 
 
 def multipart(
-    files: Sequence[bytes], prompts: Sequence[Mapping[str, Any]], kind: str, frames: int = 1
+    files: Sequence[bytes], prompts: Sequence[Mapping[str, Any]], kind: str, frames: int | None = None
 ) -> tuple[bytes, str]:
     """Returns the contract's request as multipart/form-data (RFC 7578): body and content type."""
     fields = contract.dumps(contract.request_fields(prompts, frames))

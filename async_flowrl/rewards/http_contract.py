@@ -54,11 +54,11 @@ class Limits:
 
 
 class ScoreRequest(NamedTuple):
-    """Encoded images and one prompt for each of them; or of each `frames` of them, which are a video."""
+    """Encoded images and one prompt for each of them; or, unless `frames` is None, of each `frames`, a video."""
 
     images: Sequence[bytes]
     prompts: Sequence[Prompt]
-    frames: int = 1
+    frames: int | None = None
 
 
 def encode_image(image: ByteArray, kind: str) -> bytes:
@@ -146,15 +146,15 @@ def shown(body: bytes) -> str:
     return repr(shortened(" ".join(body[: 4 * SHOWN_CHARACTERS].decode("utf-8", "replace").split()), SHOWN_CHARACTERS))
 
 
-def request_body(images: Sequence[bytes], prompts: Sequence[Mapping[str, Any]], frames: int = 1) -> bytes:
+def request_body(images: Sequence[bytes], prompts: Sequence[Mapping[str, Any]], frames: int | None = None) -> bytes:
     """Returns the JSON request; `prompts` holds one prompt for all images (videos of `frames` images), or for each."""
     encoded = [base64.b64encode(image).decode() for image in images]
     return dumps(request_fields(prompts, frames) | {"images": encoded})
 
 
-def request_fields(prompts: Sequence[Mapping[str, Any]], frames: int = 1) -> dict[str, Any]:
-    """Returns the fields of a request without its images."""
-    version = {"version": VERSION} if frames == 1 else {"version": VIDEO_VERSION, "frames": frames}
+def request_fields(prompts: Sequence[Mapping[str, Any]], frames: int | None = None) -> dict[str, Any]:
+    """Returns the fields of a request without its images; `frames` is None for images, else those of each video."""
+    version = {"version": VERSION} if frames is None else {"version": VIDEO_VERSION, "frames": frames}
     return {**version, "prompts": list(prompts)}
 
 
@@ -182,7 +182,8 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
     if not isinstance(prompts, list) or len(prompts) not in (1, scored):
         raise ContractError(f"prompts must be a list of one prompt for all images, or of {scored}, one for each")
     read = [read_prompt(index, entry) for index, entry in enumerate(prompts)]
-    return ScoreRequest(images, read if len(read) == scored else read * scored, frames)
+    of_videos = frames if version == VIDEO_VERSION else None
+    return ScoreRequest(images, read if len(read) == scored else read * scored, of_videos)
 
 
 def read_prompt(index: int, entry: object) -> Prompt:

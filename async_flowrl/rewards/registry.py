@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -87,7 +87,12 @@ def keeps_scores(config: RewardConfig) -> bool:
 
 
 def _flag(where: str, attribute: object, flag: str, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    value = options.get(flag, getattr(attribute, flag, FLAGS[flag]))
+    value = getattr(attribute, flag, FLAGS[flag])
+    declared = fields(attribute) if is_dataclass(attribute) else ()
+    if flag in options and any(field.name == flag and field.type in (bool, "bool") for field in declared):
+        value = options[flag]
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}: the option {flag} must be true or false, got {value!r:.40}")
     if not isinstance(value, bool):
         raise ValueError(f"{where}: {flag} must be True or False at the class itself, got {type(value).__name__}")
     return value

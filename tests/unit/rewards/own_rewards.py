@@ -132,3 +132,8 @@ def motion(videos: ByteArray, prompt: Prompt, scale: float = 1.0) -> list[float]
 
 
 motion.video = True  # type: ignore[attr-defined]
+
+
+def named_by_option(images: ByteArray, prompt: Prompt, video: str = "") -> list[float]:
+    """An option of the name of a flag, which it is not."""
+    return [float(len(video))] * len(images)

@@ -61,6 +61,13 @@ def test_a_reward_of_videos_gets_them_whole() -> None:
     assert score("motion", VIDEOS[:, 0]).total == (0.0, 0.0), "an image is a video of one frame"
 
 
+def test_only_a_field_that_is_true_or_false_is_the_flag() -> None:
+    assert score("named_by_option", options={"video": "four"}, frames=1).total == (4.0, 4.0)
+    term = RewardTerm(name="http", options={"url": "http://127.0.0.1:9", "video": "yes"})
+    with pytest.raises(ValueError, match=r"^reward\.terms\.far: the option video .*'yes'$"):
+        check_groups(Config(reward=RewardConfig(terms={"far": term})), 5)
+
+
 def moving(steps: int) -> ByteArray:
     """A dark square on a light ground [5, 48, 64, 3] that moves by so many pixels from frame to frame."""
     video = np.full((5, 48, 64, 3), 220, dtype=np.uint8)
@@ -86,6 +93,9 @@ def test_a_server_gets_videos_and_has_the_scores_of_the_run_itself(batch: str, e
     with served(scorer(config)) as url:
         http = HTTP(url, video=True, frames=3, batch=batch, encoding=encoding, retries=0)
         assert asyncio.run(http_scores(http, videos)) == list(motion(videos[:, ::2], PROMPT))
+        with pytest.raises(ServerError, match="set video=true"):
+            asyncio.run(http_scores(HTTP(url, retries=0), videos[:, 0]))
+        assert asyncio.run(http_scores(http, videos[:, :1])) == [0.0] * 3, "videos of one frame"
     with served(scorer(RewardConfig(terms={"mine": RewardTerm(name=f"{OWN}:first_pixel_of_one")}, frames=2))) as url:
         found = asyncio.run(http_scores(HTTP(url, video=True, retries=0), videos))
         assert [each["score"] for each in found] == [220.0] * 3, "its own reward.frames"
@@ -97,8 +107,10 @@ async def http_scores(reward: HTTP, videos: ByteArray) -> list[Any]:
 
 def test_servers_of_images_refuse_videos_by_name() -> None:
     """One of this version whose reward takes images, and one of the first version of the contract."""
-    with served(lambda images, prompt: [0.0] * len(images)) as url, pytest.raises(ServerError, match="videos"):
-        asyncio.run(http_scores(HTTP(url, video=True, retries=0), VIDEOS))
+    with served(lambda images, prompt: [0.0] * len(images)) as url:
+        for videos in (VIDEOS, VIDEOS[:, :1]):
+            with pytest.raises(ServerError, match="videos"):
+                asyncio.run(http_scores(HTTP(url, video=True, retries=0), videos))
     fields = json.loads(request_body([b""] * 4, ["a cat"], 2))  # type: ignore[list-item]
     assert fields["version"] == 2 and fields["frames"] == 2
     assert json.loads(request_body([b""] * 4, ["a cat"]))["version"] == 1  # type: ignore[list-item]
