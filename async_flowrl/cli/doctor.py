@@ -122,7 +122,7 @@ def look() -> Iterator[bool]:
 
 
 def recipe() -> bool:
-    """Names the largest recipe that fits the devices of this machine, each as large as the smallest of them."""
+    """Names the first of LARGEST_FIRST that fits the devices of this machine, each as large as the smallest of them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return finding(SKIPPED, "recipe", "no GPU is here; `async-flowrl plan --fit --cards 1x24` plans for others")
@@ -130,7 +130,8 @@ def recipe() -> bool:
     found = largest(Hardware(f"{count} x {gib:.1f} GiB", gib, count))
     if found is None:
         return finding(WARNING, "recipe", f"none of {', '.join(LARGEST_FIRST)} fits {count} x {gib:.1f} GiB")
-    return finding(OK, "recipe", f"{found.experiment} is the largest that fits {found.hardware}: {found.command}")
+    compared = f"the largest of the image recipes compared ({', '.join(LARGEST_FIRST)})"
+    return finding(OK, "recipe", f"{found.experiment} is {compared} that fits {found.hardware}: {found.command}")
 
 
 def software() -> dict[str, str]:

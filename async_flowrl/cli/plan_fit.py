@@ -30,6 +30,7 @@ from async_flowrl.memory.devices import (
 from async_flowrl.memory.footprints import GIB, planned_rollout, planned_trainer
 from async_flowrl.memory.model_sizes import at_largest
 from async_flowrl.memory.trainer_layout import resolved_on
+from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.arithmetic import check_batching
 
 RECIPES = ("sd35_ocr", "qwen_image_ocr", "flux_pickscore")
@@ -60,9 +61,17 @@ SAVINGS: Change = {
     "trainer.shard": "full",
     "trainer.cpu_offload": True,
 }
+# Those of SAVINGS that need no second card.
+ON_ONE_CARD = (
+    "rollout.text_encoder",
+    "rollout.batch_size",
+    "trainer.gradient_checkpointing",
+    "trainer.micro_batch_size",
+)
 # Settings of a small card, added one after the other where nothing else fits; then `lora.rank` is halved.
+# With tune=full there is neither a base that could be quantized nor a rank.
 SMALL_CARD: tuple[Change, ...] = (
-    {**dict(list(SAVINGS.items())[:4]), "model.quantize": "int8", "model.quantize_text_encoder": "int8"},
+    {**{key: SAVINGS[key] for key in ON_ONE_CARD}, "model.quantize": "int8", "model.quantize_text_encoder": "int8"},
     {"model.quantize": "nf4"},
     {"rollout.versions_on": "host", "trainer.versions_on": "host"},
     {"trainer.sum_on": "host"},
@@ -147,7 +156,7 @@ def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
 
 def candidates(plain: Config, hardware: Hardware) -> Iterator[Change]:
     """Yields changes of a recipe to try: layouts with more and more savings, then with more and more of SMALL_CARD."""
-    devices = hardware.devices
+    devices, whole = hardware.devices, tuning_of(plain).whole
     for layout in layouts(plain, devices):
         change = dict(layout)
         yield layout
@@ -157,8 +166,10 @@ def candidates(plain: Config, hardware: Hardware) -> Iterator[Change]:
     for layout in layouts(plain, devices):
         change = {**layout, **seats(plain, layout, hardware)}
         for more in SMALL_CARD:
-            change |= more
+            change |= {key: value for key, value in more.items() if key != "model.quantize" or not whole}
             yield dict(change)
+        if whole:
+            continue
         rank, alpha = plain.lora.rank, plain.lora.alpha
         while rank >= 2 * LEAST_RANK:
             rank, alpha = rank // 2, None if alpha is None else alpha / 2

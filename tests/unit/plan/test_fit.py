@@ -135,6 +135,20 @@ def test_a_quantised_base_then_host_memory_then_a_lower_rank_come_last(monkeypat
     assert all(composed(row.words).lora.alpha == 2 * rank for row, rank in zip(found, ranks, strict=True))
 
 
+def test_of_whole_weights_the_settings_of_a_small_card_are_tried_without_those_of_a_frozen_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def needed(config: Config, **_: object) -> Footprint:
+        return Footprint({"all": (10 if config.trainer.sum_on == "host" else 30) * GIB})
+
+    for module in (fit, devices):
+        monkeypatch.setattr(module, "planned_trainer", needed)
+        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({}))
+    row = answer("sd35_ocr", Hardware.of("1x24"), ["tune=full"])
+    assert row.fits and {"trainer.sum_on=host", "model.quantize_text_encoder=int8"} <= set(row.words)
+    assert not [word for word in row.words if word.startswith(("model.quantize=", "lora."))]
+
+
 def test_the_largest_recipe_is_the_first_that_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def needed(config: Config, **_: object) -> Footprint:
         return Footprint({"all": (18 if config.model.quantize == "nf4" else 60) * GIB})
