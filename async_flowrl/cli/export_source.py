@@ -88,13 +88,13 @@ def _checkpoint(path: Path) -> Path | None:
         newest = find_checkpoint(folder)
         if newest is not None:
             return newest
-    if (path / "config.yaml").is_file() or not any(path.glob("*.safetensors")):
+    if (path / "config.yaml").is_file() or not (lora_file.named_files(path) or any(path.glob("*.safetensors"))):
         raise ValueError(f"{path} holds no sound checkpoint (checkpoints/step_N with a {MANIFEST}) and is no LoRA")
     return None
 
 
 def _read_lora(path: Path, base: str | None) -> Source:
-    file = lora_file.weights_file(path)
+    file = next(iter(lora_file.files_of(path).values()))
     run = run_of(path)
     config = read_config(run / "config.yaml") if run is not None else None
     model = _model(base or (None if config else lora_file.base_of(file)), config)

@@ -38,6 +38,7 @@ from async_flowrl.policies.registry import (
     resolve_model,
     shapes_of,
 )
+from async_flowrl.policies.stored import EXPERTS
 from async_flowrl.tickets.request import sampling
 from async_flowrl.types import ByteArray, ConditionImage, Prompt, Sampling
 
@@ -74,8 +75,9 @@ def with_base(model: ModelConfig, base: str | None) -> ModelConfig:
 
 
 def run_of(trained: Path) -> Path | None:
-    """The run directory of weights at RUN/lora, RUN/transformer, RUN/FILE or in those, by its config.yaml, or None."""
-    folders = list(trained.resolve().parents)[: 1 if trained.is_dir() else 2]
+    """The run of weights at RUN/lora, RUN/transformer, RUN/FILE or in those, also an expert's, by its config.yaml."""
+    levels = 1 + (not trained.is_dir()) + any(part in EXPERTS for part in trained.parts[-2:])
+    folders = list(trained.resolve().parents)[:levels]
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 

@@ -224,9 +224,10 @@ def _usage(source: Source, base: str | None) -> str:
         options[1] += f", load_into_{EXPERTS[1]}=True"
     calls = [f'pipe.load_lora_weights("THIS_FOLDER_OR_REPOSITORY", {each})' for each in options]
     load = "\n".join([f'pipe = DiffusionPipeline.from_pretrained("{name}", {dtype})', *calls])
-    note = f'For PEFT: `PeftModel.from_pretrained(pipe.transformer, "THIS_FOLDER/{PEFT}")`.'
+    networks = {each: f"{PEFT}/{each}" for each in EXPERTS} if two else {WHOLE: PEFT}
+    wrapped = [f'`PeftModel.from_pretrained(pipe.{each}, "THIS_FOLDER/{at}")`' for each, at in networks.items()]
+    note = f"For PEFT: {' and '.join(wrapped)}."
     if source.whole is not None:
-        networks = EXPERTS if two else (WHOLE,)
         load = "\n".join(
             f'{each} = AutoModel.from_pretrained("THIS_FOLDER_OR_REPOSITORY", subfolder="{each}", {dtype})'
             for each in networks
@@ -250,6 +251,7 @@ from diffusers import AutoModel, DiffusionPipeline
 def _files(out: Path, files: Mapping[str, str]) -> str:
     kinds = {lora_file.FILE_NAME: "diffusers", f"{PEFT}/{lora_file.PEFT_WEIGHTS}": "PEFT", **files}
     kinds |= {f"{expert}/{lora_file.FILE_NAME}": "diffusers" for expert in EXPERTS}
+    kinds |= {f"{PEFT}/{expert}/{lora_file.PEFT_WEIGHTS}": "PEFT" for expert in EXPERTS}
     rows = [(f"`{name}`", what, f"`{sha256_of(out / name)}`") for name, what in kinds.items() if (out / name).is_file()]
     rows += [(f"`{name}/`", what, "") for name, what in kinds.items() if (out / name).is_dir()]
     return "## Files\n\n" + markdown_table(("file", "for", "SHA-256"), rows)

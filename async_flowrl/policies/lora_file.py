@@ -196,10 +196,8 @@ def weights_file(path: Path, what: str = "LoRA") -> Path:
             raise ValueError(f"{what} {path} is not a .safetensors file; pickled weights are not read")
         header_of(path)
         return path
-    for name in (FILE_NAME, PEFT_WEIGHTS):
-        for inside in ("", EXPERTS[PREFIX]):
-            if (path / inside / name).is_file():
-                return weights_file(path / inside / name, what)
+    if named := named_files(path):
+        return weights_file(named[0], what)
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         if (path / "manifest.json").is_file():
@@ -211,6 +209,12 @@ def weights_file(path: Path, what: str = "LoRA") -> Path:
     return weights_file(files[0], what)
 
 
+def named_files(folder: Path) -> list[Path]:
+    """Returns the files in a LoRA's folder, and in those of experts, that have the name of either format."""
+    paths = (folder / inside / name for name in (FILE_NAME, PEFT_WEIGHTS) for inside in ("", *EXPERTS.values()))
+    return [path for path in paths if path.is_file()]
+
+
 def is_peft(file: Path) -> bool:
     return file.name == PEFT_WEIGHTS and (file.parent / PEFT_CONFIG).is_file()
 
@@ -219,7 +223,12 @@ def files_of(path: Path, what: str = "LoRA") -> dict[str, Path]:
     """Returns the files of a LoRA by the beginning of its layout names: {"": file}, or one per expert; ValueError."""
     file = weights_file(path, what)
     by_expert = {prefix: file.parent.with_name(inside) / file.name for prefix, inside in EXPERTS.items()}
-    return by_expert if file in by_expert.values() and all(map(Path.is_file, by_expert.values())) else {"": file}
+    missing = [each for each in by_expert.values() if not each.is_file()]
+    if file not in by_expert.values():
+        return {"": file}
+    if missing:
+        raise ValueError(f"{what} {path} is half of one for two experts: {missing[0]} is missing")
+    return by_expert
 
 
 def read(path: Path, what: str = "LoRA") -> LoraFile:

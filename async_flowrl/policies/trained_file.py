@@ -46,8 +46,9 @@ SHARD = "5GB"
 def save_whole(folder: Path, tensors: Mapping[str, Tensor], model: ResolvedModel) -> Path:
     """Writes a transformer in the dtypes of `model` to `folder`, which is never incomplete, and returns `folder`.
 
-    A second expert gets the folder `transformer_2` beside it. Tensors that are not trained are the base model's.
-    ValueError for one that is not in the model, or of another shape.
+    A second expert gets the folder `transformer_2` beside it, and is renamed after the first: a kill between the two
+    leaves a new transformer beside an old transformer_2, or none, until it is written again. Tensors that are not
+    trained are the base model's. ValueError for one that is not in the model, or of another shape.
     """
     stored, base = weights_of(model), folder_of(model, "transformer")
     check_fits(folder, tensors, stored, all_of=False)

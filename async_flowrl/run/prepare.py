@@ -127,7 +127,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
                     raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
         sizes = allowed_sizes(model, config, data)
         check_groups(config, max(frames_of(size) or 1 for size in sizes))
-        shapes = shapes_of(model, sizes[-1], max(data.train.most_images, data.evaluation.most_images))
+        shapes = shapes_of(model, sizes[-1])
         baseline = baseline_sampling(config, model.family)
         check_loading(config, model, data, baseline, whole=whole)
     except (ValueError, OSError) as error:
@@ -191,8 +191,6 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     teachers = config.algorithm.teachers
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, teachers)
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
-    if isinstance(family, PipelineFamily):
-        family.policy.check_marks(config.rollout.negative_prompt)
     if isinstance(family, PipelineFamily) and boundary_ratio(model.path, model.revision) is not None:
         whole = True
         check_experts(config)
@@ -228,11 +226,12 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
 def check_experts(config: Config) -> None:
     """Raises ValueError if the ranks that share a base would need other experts of it at the same time."""
     shared = config.trainer.num_workers > 1 and (config.is_sharded or config.layout_is_open)
-    if shared and config.algorithm.window_per != "step":
+    if shared and config.algorithm.window_per != "step" and not config.algorithm.global_std:
+        instead = "" if config.trainer.cpu_offload else ", or trainer.shard=none"
         raise ValueError(
             f"algorithm.window_per={config.algorithm.window_per} lets groups of one step train different noise levels, "
             "and ranks that share a base (trainer.shard) have to compute with the same expert of it: set "
-            "algorithm.window_per=step, or trainer.shard=none"
+            f"algorithm.window_per=step{instead}"
         )
 
 

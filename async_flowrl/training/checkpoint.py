@@ -194,7 +194,7 @@ def read_controller(path: Path) -> dict[str, Any]:
     return controller
 
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST, TRAINER, CONTROLLER = "manifest.json", "trainer.json", "controller.json"
 FOLDER = "shards"  # Folder of a checkpoint with the files of all ranks, where each has a share of the weights.
 REPLICATED = "algorithm"  # Part of a checkpoint of which every rank has all: the state of an algorithm.

@@ -1,5 +1,6 @@
 """All trained tensors as one flat float32 vector: reduction, norm, optimizer step and copies are single operations."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -31,7 +32,7 @@ class FlatParameters:
         """`experts` are `Policy.experts`."""
         self._experts = experts
         self._allocate({name: parameter.shape for name, parameter in sorted(parameters.items())}, device)
-        self.numel = sum(shape.numel() for shape in self._shapes.values())
+        self.wholes: Mapping[str, tuple[int, ...]] = self._shapes  # Tensor name → its shape, of shares the whole one's.
         self._copies: dict[str, nn.Parameter] = {}  # The bfloat16 parameters, by name.
         views, gradients = self.named(self.values.data), self.named(self.gradients)
         for name, view in views.items():
@@ -70,6 +71,15 @@ class FlatParameters:
             sections[expert] = nn.Parameter(self.values.data[start:end])
             sections[expert].grad = self.gradients[start:end]
         return sections
+
+    @property
+    def numel(self) -> int:
+        return self.numel_of("")
+
+    def numel_of(self, section: str) -> int:
+        """Returns the number of elements of whole tensors without padding, in one of `sections`."""
+        beginning = section and f"{section}."
+        return sum(math.prod(shape) for name, shape in self.wholes.items() if name.startswith(beginning))
 
     sharded = False  # True for ShardedParameters: `values` is this rank's share.
 

@@ -39,6 +39,7 @@ class Optimizer:
             foreach=False,
         )
         self.steps = 0
+        self.stepped = 0  # Number of elements that the last step changed.
         self._warned = False
 
     def gradient_norms(self) -> dict[str, float]:
@@ -55,12 +56,15 @@ class Optimizer:
         for name, section in self._sections.items():
             if name and norms[name] == 0:
                 section.grad = None
+        self.stepped = sum(
+            self._parameters.numel_of(name) for name, section in self._sections.items() if section.grad is not None
+        )
         self._adam.step()
         for name, section in self._sections.items():
             section.grad = kept[name]
         self._parameters.changed()
         self.steps += 1
-        rms = min(norm, self._config.max_grad_norm) / self._parameters.numel**0.5
+        rms = min(norm, self._config.max_grad_norm) / max(1, self.stepped) ** 0.5
         over_eps = rms / self._config.eps if self._config.eps > 0.0 else math.inf
         if over_eps < MIN_RMS_OVER_EPS and not self._warned:
             self._warned = True
@@ -119,11 +123,14 @@ def _gradient(section: Tensor) -> Tensor:
     return cast("Tensor", section.grad)
 
 
-def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float) -> float:
-    """Returns RMS(weights - `before`) / learning rate, for Adam about 1 or less; overwrites the gradient's memory."""
+def step_over_lr(before: Tensor, parameters: FlatParameters, rate: float, stepped: int) -> float:
+    """Returns RMS(weights - `before`) / learning rate over the `stepped` elements that a step changed.
+
+    For Adam it is about 1 or less. It overwrites the gradient's memory.
+    """
     change = torch.sub(parameters.values.data, before, out=parameters.gradients)
     length = parameters.norm(change)
-    return length / (rate * math.sqrt(parameters.numel))
+    return length / (rate * math.sqrt(max(1, stepped)))
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:

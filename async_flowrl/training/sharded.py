@@ -57,7 +57,6 @@ class ShardedParameters(FlatParameters):
         # Tensor name → shape of the whole tensor.
         self.wholes = {name: tuple(parameter.shape) for name, parameter in sorted(parameters.items())}
         self._allocate({name: local.shape for name, local in self._locals.items()}, device)
-        self.numel = sum(math.prod(shape) for shape in self.wholes.values())
         gradients = self.named(self.gradients)
         for name, view in self.named(self.values.data).items():
             view.copy_(self._locals[name])

@@ -322,7 +322,8 @@ class Update:
             raise NonFiniteError(f"step {step}: the norm of the summed gradient is {norm}")
         before.copy_(inputs.parameters.values.data)
         step_metrics = inputs.optimizer.step(rate, norms)
-        return {**step_metrics, "optimizer/step_over_lr": step_over_lr(before, inputs.parameters, rate)}
+        over_lr = step_over_lr(before, inputs.parameters, rate, inputs.optimizer.stepped)
+        return {**step_metrics, "optimizer/step_over_lr": over_lr}
 
     def _mine(
         self, metas: Sequence[GroupMeta], trajectories: Sequence[Trajectory], tickets: Sequence[Sequence[int]]

@@ -12,6 +12,7 @@ from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.trained_file import apply
+from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.runs import WHOLE, Run, train
 from tests.support.families import NAMES, TEXT, pipeline_of, policy_of, tiny_model
 from tests.support.tiny import sampling
@@ -59,6 +60,18 @@ def test_steps_of_one_side_train_its_expert_alone(tmp_path: Path) -> None:
     pipeline = pipeline_of("wan22")
     apply(pipeline, run.root / "lora")
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"], "transformer_2": ["default_0"]}
+
+
+def trained_by_two_ranks(folder: Path, *settings: str) -> Run:
+    more = ("total_steps=2", "trainer.num_workers=2", "algorithm.window_per=step", "seed=3")
+    return train_with_forked_ranks(folder, "one_step_off", *options("wan22"), *more, *settings)
+
+
+@pytest.mark.slow
+def test_shares_of_an_expert_that_no_step_trains_have_no_gradient(ray_here: None, tmp_path: Path) -> None:
+    high = ("algorithm.window=list", "algorithm.window_list=[0]")
+    run = trained_by_two_ranks(tmp_path / "run", "tune=full", "trainer.shard=full", *high)
+    assert min(run.column("grad_norm/transformer")) > 0 == max(run.column("grad_norm/transformer_2"))
 
 
 @pytest.mark.slow

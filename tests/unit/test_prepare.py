@@ -32,6 +32,7 @@ def test_ranks_that_share_two_experts_train_the_same_levels(algorithm: str, tmp_
     with pytest.raises(ConfigError, match=r"algorithm\.window_per"):
         prepared(tmp_path, *settings, "trainer.shard=full")
     prepared(tmp_path, *settings, "trainer.shard=full", "algorithm.window_per=step")
+    prepared(tmp_path, *settings, "trainer.shard=full", "algorithm.global_std=true", "hand_over=batch")
     prepared(tmp_path, *settings, "trainer.shard=none")
 
 
