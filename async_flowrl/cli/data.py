@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", choices=(TRAIN, EVALUATION), default=TRAIN, help="of a folder (default: train)")
     parser.add_argument("--prompt-key", default="prompt", help="data.prompt_key: the column of the prompt")
     parser.add_argument("--weight-key", help="data.weight_key: the column of the weight")
+    parser.add_argument("--no-images", action="store_true", help="data.images=false: leave image and images to rewards")
     parser.add_argument("--held-out", type=float, help="data.held_out: share that is evaluated instead of trained")
     parser.add_argument("--held-out-seed", type=int, default=0, help="data.held_out_seed")
     parser.add_argument("--reward", help="of configs/reward/, or file.py:attr: refuse what it could not score")
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lengths,
                 lambda prompt: prompt.resolution and shapes(prompt.resolution),
             ]
-        keys = Keys(options.prompt_key, options.weight_key, needs_target)
+        keys = Keys(options.prompt_key, options.weight_key, needs_target, not options.no_images)
         scanned, train, evaluation = look(options, keys, [check for check in checks if check is not None])
     except (ValueError, FileNotFoundError) as error:
         return refuse(error)

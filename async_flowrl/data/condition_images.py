@@ -1,7 +1,7 @@
 """Condition images, which a prompt edits: the columns `image` and `images` of a row, the checks, and the pixels.
 
 A prompt holds references. A file is read and decoded once; its hash and size are kept in `images.sqlite` of the cache,
-and count as long as the file has the same length and time. Bytes in a row become a file of the cache.
+and count as long as the file has the same length and times. Bytes in a row become a file of the cache.
 """
 
 import base64
@@ -13,13 +13,13 @@ import os
 import re
 import sqlite3
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from async_flowrl.config.error_text import first_line
 from async_flowrl.config.paths import cache_dir, expanded
 from async_flowrl.types import ConditionImage
 
@@ -32,7 +32,7 @@ MAX_RATIO = 100
 MODES = ("RGB", "L", "P", "1")
 # Folders in which a relative path is looked up, from that of the prompt file; the second is that of Flow-Factory.
 _FOLDERS = ("", "images")
-_DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,")
+_DATA_URI = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[^;,]*)*;base64,")
 _SECONDS = 60.0  # For which a process waits for another's entry.
 
 
@@ -44,18 +44,32 @@ def read_images(columns: Mapping[str, Any], folder: Path) -> tuple[ConditionImag
     values = {name: columns[name] for name in COLUMNS if columns.get(name)}
     if len(values) > 1:
         raise ValueError("it has both image and images: give one of them")
-    return tuple(examined(_file(source, folder)) for value in values.values() for source in references(value))
+    sources = [source for value in values.values() for source in references(value)]
+    return tuple(examined(_file(source, folder, place)) for place, source in enumerate(sources, start=1))
 
 
 def references(value: Any) -> list[str]:
     """Returns the path of each image in a cell of `image` or `images`; bytes are written to the cache before."""
+    return [_reference(entry, place) for place, entry in enumerate(_entries(value), start=1)]
+
+
+def stored(value: Any) -> list[str]:
+    """Returns a cell of the same images without bytes; what `references` refuses, it refuses in this cell, too."""
+    return [str(written(entry)) if isinstance(entry, bytes) else str(entry or "") for entry in _entries(value)]
+
+
+def _entries(value: Any) -> list[Any]:
     entries = value if isinstance(value, list | tuple) else [value]
-    return [_reference(entry, place) for place, entry in enumerate(entries, start=1) if entry is not None]
+    return [_unwrapped(entry) for entry in entries if entry is not None]
+
+
+def _unwrapped(entry: Any) -> Any:
+    if isinstance(entry, Mapping):
+        return next((entry[name] for name in ("bytes", "image", "path") if entry.get(name)), None)
+    return entry
 
 
 def _reference(entry: Any, place: int) -> str:
-    if isinstance(entry, Mapping):
-        entry = next((entry[name] for name in ("bytes", "image", "path") if entry.get(name)), None)
     if isinstance(entry, str) and (start := _DATA_URI.match(entry)):
         try:
             entry = base64.b64decode(entry[start.end() :], validate=True)
@@ -63,28 +77,50 @@ def _reference(entry: Any, place: int) -> str:
             raise ValueError(f"image {place} is no valid base64: {error}") from error
     if isinstance(entry, bytes):
         return str(written(entry))
-    if not isinstance(entry, str) or "://" in entry.removeprefix("file://"):
-        raise ValueError(f"image {place} must be the path of a file, or bytes, got {entry!r:.80}")
+    if not entry or not isinstance(entry, str) or "://" in entry.removeprefix("file://"):
+        raise ValueError(
+            f"image {place} must be the path of a file, or bytes, got {entry!r:.80}; with data.images=false it is not "
+            "looked for"
+        )
     return entry.removeprefix("file://")
 
 
 def written(content: bytes) -> Path:
-    """Returns the file of the cache that has these bytes."""
+    """Returns the file of the cache that has these bytes. Raises ValueError if the cache cannot be written."""
     name = hashlib.sha256(content).hexdigest()
     path = cache_dir() / "images" / name[:2] / name
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as work:
-            work.write(content)
-        os.chmod(work.name, 0o644)
-        os.replace(work.name, path)
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, content)
+    except OSError as error:
+        raise ValueError(
+            f"images are written to {cache_dir() / 'images'}, which cannot be done ({error.strerror}); the variable "
+            "ASYNC_FLOWRL_CACHE names another folder"
+        ) from error
     return path
 
 
-def _file(source: str, folder: Path) -> Path:
-    candidates = [folder / place / expanded(source) for place in _FOLDERS]
-    if found := next((path for path in candidates if path.is_file()), None):
-        return found.absolute()
+def _write(path: Path, content: bytes) -> None:
+    descriptor, work = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(work, 0o644)
+        os.replace(work, path)
+    except OSError:
+        os.unlink(work)
+        raise
+
+
+def _file(source: str, folder: Path, number: int) -> Path:
+    try:
+        candidates = [folder / place / expanded(source) for place in _FOLDERS]
+        found = next((path for path in candidates if path.is_file()), None)
+    except OSError as error:  # for example a name that is too long, as base64 is
+        raise ValueError(f"image {number} is no path of a file ({error.strerror}): {source!r:.80}") from error
+    if found is not None:
+        return found
     looked = " or ".join(map(str, dict.fromkeys(candidates)))
     raise ValueError(f"there is no image {looked}; with data.images=false it is not looked for")
 
@@ -92,9 +128,7 @@ def _file(source: str, folder: Path) -> Path:
 def examined(path: Path) -> ConditionImage:
     """Returns the reference of an image file. Raises ValueError for a file that is none, or one that is not taken."""
     try:
-        return _examined(path)
-    except OSError as error:
-        raise ValueError(f"the image {path} cannot be read: {error.strerror}") from error
+        return _examined(path.absolute(), _index(cache_dir(), os.getpid()))
     except sqlite3.Error as error:
         raise ValueError(
             f"hashes of images are kept in {cache_dir() / INDEX}, which cannot be used ({error}): remove it, or set "
@@ -102,28 +136,36 @@ def examined(path: Path) -> ConditionImage:
         ) from error
 
 
-def _examined(path: Path) -> ConditionImage:
-    state, index, name = path.stat(), _index(cache_dir(), os.getpid()), str(path)
-    kept = index.execute("SELECT length, time, sha256, height, width FROM images WHERE path = ?", [name]).fetchone()
-    if kept is None or kept[:2] != (state.st_size, state.st_mtime_ns):
-        content = path.read_bytes()
-        try:
+def _examined(path: Path, index: sqlite3.Connection) -> ConditionImage:
+    name = str(path)
+    try:
+        state = path.stat()
+        # The time of a change of a file's state is not kept by copies, and nobody can set it.
+        times = f"{state.st_mtime_ns} {state.st_ctime_ns}"
+        kept = index.execute("SELECT length, times, sha256, height, width FROM files WHERE path = ?", [name]).fetchone()
+        if kept is None or kept[:2] != (state.st_size, times):
+            content = path.read_bytes()
             width, height = decoded(content).size
-        except ValueError as error:
-            raise ValueError(f"the image {path} {error}") from error
-        kept = (state.st_size, state.st_mtime_ns, hashlib.sha256(content).hexdigest(), height, width)
-        index.execute("REPLACE INTO images VALUES (?, ?, ?, ?, ?, ?)", [name, *kept])
+            kept = (state.st_size, times, hashlib.sha256(content).hexdigest(), height, width)
+            index.execute("REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", [name, *kept])
+    except OSError as error:
+        raise ValueError(f"the image {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"the image {path} {error}") from error
     return ConditionImage(kept[2], (kept[3], kept[4]), name)
 
 
 @functools.lru_cache(maxsize=1)
 def _index(folder: Path, process: int) -> sqlite3.Connection:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise sqlite3.OperationalError(first_line(error)) from error
     index = sqlite3.connect(folder / INDEX, _SECONDS, isolation_level=None, check_same_thread=False)
     index.execute("PRAGMA synchronous = OFF")  # What a crash of the machine loses is read again.
     index.execute(
-        "CREATE TABLE IF NOT EXISTS images"
-        "(path TEXT PRIMARY KEY, length INTEGER, time INTEGER, sha256 TEXT, height INTEGER, width INTEGER)"
+        "CREATE TABLE IF NOT EXISTS files"
+        "(path TEXT PRIMARY KEY, length INTEGER, times TEXT, sha256 TEXT, height INTEGER, width INTEGER)"
     )
     return index
 
@@ -131,27 +173,30 @@ def _index(folder: Path, process: int) -> sqlite3.Connection:
 def decoded(content: bytes) -> Any:
     """Returns the Pillow image of a file's bytes: RGB, turned as its EXIF orientation says. Raises ValueError."""
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(content)) as image:
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise ValueError(f"has {width} × {height} pixels, at most {MAX_PIXELS:,} are taken")
-            if max(width, height) > MAX_RATIO * min(width, height):
-                raise ValueError(
-                    f"has {width} × {height} pixels, one side at most {MAX_RATIO} times the other is taken"
-                )
-            # A phone's MPO has a second picture of the same scene.
-            if getattr(image, "is_animated", False) and image.format != "MPO":
-                raise ValueError("is animated: give one of its frames")
-            if "transparency" in image.info or "A" in image.getbands():
-                raise ValueError("has transparency: lay it over a colour first")
-            if image.mode not in MODES:
-                raise ValueError(f"has pixels of mode {image.mode}: convert it to RGB first")
-            return ImageOps.exif_transpose(image).convert("RGB")
+        with Image.open(io.BytesIO(content)) as image:
+            refused = _refusal(image)
+            picture = None if refused else ImageOps.exif_transpose(image).convert("RGB")
     except UnidentifiedImageError as error:
         raise ValueError("is no image that Pillow reads") from error
-    except (OSError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"cannot be decoded: {error}") from error
+    except Exception as error:  # Readers of damaged files raise errors of many kinds.
+        raise ValueError(f"cannot be decoded: {first_line(error)}") from error
+    if refused:
+        raise ValueError(refused)
+    return picture
+
+
+def _refusal(image: Any) -> str | None:
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        return f"has {width} × {height} pixels, at most {MAX_PIXELS:,} are taken"
+    if max(width, height) > MAX_RATIO * min(width, height):
+        return f"has {width} × {height} pixels, one side at most {MAX_RATIO} times the other is taken"
+    # A phone's MPO has a second picture of the same scene.
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        return "is animated: give one of its frames"
+    if "transparency" in image.info or "A" in image.getbands():
+        return "has transparency: lay it over a colour first"
+    return None if image.mode in MODES else f"has pixels of mode {image.mode}: convert it to RGB first"
 
 
 def opened(image: ConditionImage) -> Any:

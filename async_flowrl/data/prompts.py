@@ -58,8 +58,9 @@ def read_prompt(index: int, where: str, columns: Mapping[str, Any], keys: Keys, 
         raise PromptError(
             f"{where}: it has no {keys.prompt!r} (data.prompt_key), but {', '.join(columns) or 'nothing'}"
         )
-    written, system = split_messages(columns[keys.prompt], where)
-    images, negative = _images(columns, where, keys, folder), _optional(columns, "negative_prompt", where)
+    images = _images(columns, where, keys, folder)
+    written, system = split_messages(columns[keys.prompt], where, images=bool(images))
+    negative = _optional(columns, "negative_prompt", where, images=bool(images))
     if images:
         written = _without_places(written, len(images), where)
         negative = None if negative is None else _without_places(negative, len(images), where)
@@ -99,10 +100,11 @@ def read_weight(where: str, columns: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def split_messages(value: Any, where: str) -> tuple[str, str | None]:
+def split_messages(value: Any, where: str, *, images: bool = False) -> tuple[str, str | None]:
     """Returns (text, system prompt or None) of text, or of one user message and at most one system message.
 
-    Raises PromptError, which names `where`, for anything else.
+    With `images`, which the row has, their places in a message are left out. Raises PromptError, which names `where`,
+    for anything else.
     """
     if isinstance(value, str):
         return value, None
@@ -111,7 +113,7 @@ def split_messages(value: Any, where: str) -> tuple[str, str | None]:
     roles = [message.get("role") for message in value]
     if sorted(map(str, roles)) not in (["user"], ["system", "user"]):
         raise PromptError(f"{where}: expected one user message and at most one system message, got roles {roles}")
-    by_role = {message["role"]: _content(message.get("content"), where) for message in value}
+    by_role = {message["role"]: _content(message.get("content"), where, images) for message in value}
     return by_role["user"], by_role.get("system")
 
 
@@ -178,9 +180,9 @@ def _check_text(what: str, text: str) -> None:
         raise PromptError(f"{what} holds a character that cannot be printed, {place}: {text[:80]!r}")
 
 
-def _optional(columns: Mapping[str, Any], name: str, where: str) -> str | None:
+def _optional(columns: Mapping[str, Any], name: str, where: str, *, images: bool = False) -> str | None:
     value = columns.get(name)
-    return None if value is None else split_messages(value, f"{where}: {name}")[0]
+    return None if value is None else split_messages(value, f"{where}: {name}", images=images)[0]
 
 
 def _token_ids(columns: Mapping[str, Any], name: str, where: str) -> TokenIds | None:
@@ -219,10 +221,12 @@ def _ground_truth(columns: Mapping[str, Any]) -> str | None:
     return truth if isinstance(truth, str) and truth.strip() else None
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, images: bool) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
+        if images:
+            content = [part for part in content if not (isinstance(part, dict) and part.get("type") == "image")]
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) == len(content):

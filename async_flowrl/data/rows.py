@@ -276,7 +276,7 @@ def _copied(path: Path, images: Sequence[str]) -> tuple[Any, list[str]]:
 
 def _paths(path: Path, name: str, cells: Sequence[Any]) -> list[list[str] | None]:
     try:
-        return [condition_images.references(cell) if cell else None for cell in cells]
+        return [condition_images.stored(cell) if cell else None for cell in cells]
     except ValueError as error:
         raise PromptError(f"{path}, column {name}: {error}") from error
 

@@ -108,6 +108,8 @@ class PipelinePolicy(Policy):
     pads_texts: ClassVar[bool] = False
     # Fewest and most images that a prompt brings to be edited.
     images: ClassVar[tuple[int, float]] = (0, 0)
+    # Marks of images and videos in the text encoder's template, which texts must not have.
+    marks: ClassVar[tuple[str, ...]] = ()
     # Largest `max_sequence_length` of the diffusers pipeline; None if it takes any.
     most_tokens: ClassVar[int | None] = None
     # Tokens of a prompt of `conditioning_shapes` where prompts are not padded to one length; a plan sets it.
@@ -185,6 +187,15 @@ class PipelinePolicy(Policy):
         if not least <= count <= most:
             takes = f"needs at least {least} image to edit" if count < least else "makes images from text alone"
             raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images, data.images)")
+
+    @classmethod
+    def check_marks(cls, *texts: str | None) -> None:
+        """Raises ValueError for a text with one of `marks`."""
+        for text in filter(None, texts):
+            if found := [mark for mark in cls.marks if mark in text]:
+                raise ValueError(
+                    f"{cls.title} puts {found[0]} in the place of images, no text may have it: {text!r:.80}"
+                )
 
     def _stock_encode(self, text: str, *arguments: Any, **options: Any) -> Any:
         pipeline = self.whole("encode prompts")

@@ -169,8 +169,16 @@ class PipelineFamily(PolicyFamily):
         side, longest = self.policy.pixels_per_token(vae, config), max_sequence_length
         return self.policy(bare, None, side=side, dtype=torch.float32, max_sequence_length=longest)
 
-    def shapes(self, path: str, resolution: Resolution, **options: Any) -> Shapes:
-        return self.described(path, **options).shapes(resolution)
+    def shapes(self, path: str, resolution: Resolution, *, images: int = 1, **options: Any) -> Shapes:
+        policy = self.described(path, **options)
+        policy.planned_images = images
+        return policy.shapes(resolution)
+
+    def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
+        """Raises ValueError for a prompt with more tokens of text and images than the network has positions for.
+
+        Without a tokenizer, tokens of the text are estimated.
+        """
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
         title = self.policy.title

@@ -12,16 +12,21 @@ from torch import Tensor, nn
 
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import qwen_text, tiny
-from async_flowrl.policies.pipeline import on_host
+from async_flowrl.policies.pipeline import estimated_tokens, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.qwen_image import QwenImagePolicy, tiny_text_encoder, tiny_tokenizer
-from async_flowrl.types import Conditioning, Sampling
+from async_flowrl.types import ConditionImage, Conditioning, Prompt, Sampling
 
 # Tokens of the text encoder for one image: of 14 × 14 pixels, 2 × 2 of them in one, and those of "Picture 1: ".
 _TEXT_TOKENS_PER_IMAGE = (392 // 28) ** 2 + 8
+# More than an image of any shape has, and than are around the text in the template.
+_MOST_TEXT_TOKENS_PER_IMAGE, _TEMPLATE_TOKENS = 256, 16
+# What the pipeline writes before the text for each image.
+_PLACE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 # Of the 4,096 positions, images take half of the larger of their rows and columns before the text, at most so many.
 _MOST_TOKENS = 4096 - 512
 _PROCESSOR = "processor"
+_IMAGE_MARK, _VIDEO_MARK = "<|image_pad|>", "<|video_pad|>"
 # Name of an image's tokens [rows, columns, channels] among the arrays of a prompt.
 _IMAGE = "image_{}"
 
@@ -29,6 +34,7 @@ _IMAGE = "image_{}"
 class QwenImageEditPolicy(QwenImagePolicy):
     family, title = "qwen_image_edit", "Qwen-Image-Edit"
     images = (1, math.inf)
+    marks = (_IMAGE_MARK, _VIDEO_MARK)
 
     def __init__(
         self, transformer: nn.Module, scheduler: Any, *, max_sequence_length: int | None = None, **options: Any
@@ -51,13 +57,17 @@ class QwenImageEditPolicy(QwenImagePolicy):
             seen.append(pipeline.image_processor.resize(image, *sizes[0]))
             encoded[_IMAGE.format(place)] = self.encode_image(pipeline.image_processor.preprocess(image, *sizes[1]))
         embeds, mask = self._stock_encode(text, seen)
-        if (tokens := embeds.shape[1]) > _MOST_TOKENS:
-            raise ValueError(f"{self.title} has positions for {_MOST_TOKENS} tokens of text and images, got {tokens}")
+        _check_tokens(embeds.shape[1])
         return on_host(prompt_embeds=embeds if mask is None else embeds[:, mask[0].bool()], **encoded)
 
     def encode_image(self, image: Tensor) -> Tensor:
         vae = self.whole("encode images").vae
-        latents = vae.encode(image.unsqueeze(2).to(vae.device, self._dtype)).latent_dist.mode()
+        # As a whole, whatever `rollout.vae_tiling` says of decoding: tiles would give other tokens.
+        tiles, vae.use_tiling = vae.use_tiling, False
+        try:
+            latents = vae.encode(image.unsqueeze(2).to(vae.device, self._dtype)).latent_dist.mode()
+        finally:
+            vae.use_tiling = tiles
         mean, std = self._statistics(vae.config, latents)
         height, width = latents.shape[-2:]
         squares = ((latents - mean) / std).view(1, -1, height // 2, 2, width // 2, 2)
@@ -90,6 +100,12 @@ class QwenImageEditPolicy(QwenImagePolicy):
         )[:, : latents.shape[1]]
 
 
+def _check_tokens(tokens: int) -> None:
+    if tokens > _MOST_TOKENS:
+        title = QwenImageEditPolicy.title
+        raise ValueError(f"{title} has positions for {_MOST_TOKENS} tokens of text and images, got {tokens}")
+
+
 def _images(branch: Mapping[str, Tensor]) -> list[Tensor]:
     return [branch[_IMAGE.format(place)] for place in range(len(branch) - 1)]
 
@@ -100,7 +116,7 @@ def processor(image_processor: Any, tokenizer: Any) -> Any:
 
     class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
         def __init__(self, image_processor: Any = None, tokenizer: Any = None) -> None:
-            self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+            self.image_token, self.video_token = _IMAGE_MARK, _VIDEO_MARK
             self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
             self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
             ProcessorMixin.__init__(self, image_processor, tokenizer)
@@ -127,6 +143,28 @@ class QwenImageEditFamily(PipelineFamily):
         kinds = (Qwen2VLImageProcessorPil, Qwen2Tokenizer)
         parts = [kind.from_pretrained(path, subfolder=_PROCESSOR, revision=revision) for kind in kinds]
         return {_PROCESSOR: processor(*parts)}
+
+    def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
+        for text in filter(None, (prompt.text, prompt.negative)):
+            # A token is a byte at least.
+            if len(text.encode()) + _MOST_TEXT_TOKENS_PER_IMAGE * len(prompt.images) > _MOST_TOKENS - _TEMPLATE_TOKENS:
+                _check_tokens(self.tokens(text, prompt.images, tokenizer))
+
+    def tokens(self, text: str, images: Sequence[ConditionImage], tokenizer: Any | None) -> int:
+        """Returns the number of embeddings of a text and its images; without a tokenizer it is an estimate."""
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        if tokenizer is None:
+            return estimated_tokens(text) + _TEXT_TOKENS_PER_IMAGE * len(images)
+        bare = stock.QwenImageEditPlusPipeline(*[None] * 6)
+        places = "".join(_PLACE.format(number) for number in range(1, len(images) + 1))
+        written = tokenizer(bare.prompt_template_encode.format(places + text)).input_ids
+        seen = 0
+        for height, width in (image.size for image in images):
+            columns, rows = stock.calculate_dimensions(stock.CONDITION_IMAGE_SIZE, width / height)
+            seen += math.prod(smart_resize(rows, columns)) // 28**2 - 1  # One is in the text.
+        return len(written) - int(bare.prompt_template_encode_start_idx) + seen
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:

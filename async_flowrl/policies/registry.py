@@ -214,10 +214,14 @@ def folder_of(resolved: ResolvedModel, parts: str) -> Path:
     return download(resolved.path, resolved.revision, parts)
 
 
-def shapes_of(model: ResolvedModel, resolution: Resolution) -> Shapes:
-    """Returns the shapes of latents and conditioning, from the model's configuration files. Raises ValueError."""
+def shapes_of(model: ResolvedModel, resolution: Resolution, images: int = 0) -> Shapes:
+    """Returns the shapes of latents and conditioning, from the model's configuration files. Raises ValueError.
+
+    `images` is the most that a prompt brings to be edited.
+    """
+    options: dict[str, Any] = {"images": images} if images else {}  # Only pipelines take any.
     return load_family(model.family).shapes(
-        model.path, resolution, revision=model.revision, max_sequence_length=model.max_sequence_length
+        model.path, resolution, revision=model.revision, max_sequence_length=model.max_sequence_length, **options
     )
 
 
@@ -229,9 +233,13 @@ def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
 
 
 def check_images_of(family: PolicyFamily, prompt: Prompt) -> None:
-    """Raises ValueError, one sentence, for a prompt with images that the model cannot edit, or without any."""
+    """Raises ValueError, one sentence, for a prompt with images that the model cannot edit, or without any.
+
+    Also for texts with a mark that its text encoder takes for an image.
+    """
     if isinstance(family, PipelineFamily):
         family.policy.check_images(len(prompt.images))
+        family.policy.check_marks(prompt.text, prompt.negative, prompt.system)
     elif prompt.images:
         raise ValueError(f"{type(family).__name__} is no PipelineFamily, which alone edits images")
 
@@ -409,7 +417,13 @@ class LengthCheck:
         self.cut = 0
 
     def __call__(self, prompt: Prompt) -> None:
-        """Raises ValueError for a prompt whose target stands in its text, but only in the part that is not read."""
+        """Raises ValueError for a prompt whose target stands in its text, but only in the part that is not read.
+
+        Also for a prompt with images that the model cannot read as a whole.
+        """
+        if prompt.images and self._family is not None:
+            path, folder, revision = self._model.path, self._family.tokenizer, self._model.revision
+            self._family.check_length(prompt, None if self._model.random else _tokenizer(path, folder, revision))
         if (read := self.read(prompt)) is None:
             return
         self.cut += 1

@@ -127,7 +127,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
                     raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
         sizes = allowed_sizes(model, config, data)
         check_groups(config, max(frames_of(size) or 1 for size in sizes))
-        shapes = shapes_of(model, sizes[-1])
+        shapes = shapes_of(model, sizes[-1], max(data.train.most_images, data.evaluation.most_images))
         baseline = baseline_sampling(config, model.family)
         check_loading(config, model, data, baseline, whole=whole)
     except (ValueError, OSError) as error:
@@ -191,6 +191,8 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     teachers = config.algorithm.teachers
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, teachers)
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
+    if isinstance(family, PipelineFamily):
+        family.policy.check_marks(config.rollout.negative_prompt)
     if isinstance(family, PipelineFamily) and boundary_ratio(model.path, model.revision) is not None:
         whole = True
         check_experts(config)

@@ -18,7 +18,7 @@ from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.seeds import derive
 from async_flowrl.training.messages import GroupMeta, Manifest
 from async_flowrl.transfers import upload
-from async_flowrl.types import Trajectory
+from async_flowrl.types import Conditioning, Trajectory
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,13 @@ def _agree(one: Trajectory, other: Trajectory) -> bool:
         one.points == other.points
         and one.train_steps == other.train_steps
         and np.array_equal(one.sigmas, other.sigmas)
-        and one.conditioning.keys() == other.conditioning.keys()
-        and all(np.array_equal(value, other.conditioning[name]) for name, value in one.conditioning.items())
+        and _equal(one.conditioning, other.conditioning)
+        and _equal(one.negative or {}, other.negative or {})
     )
+
+
+def _equal(one: Conditioning, other: Conditioning) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
 
 
 def groups_of(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_rules
 from PIL import Image
 
 from async_flowrl.cli import evaluate, generate
@@ -14,6 +15,13 @@ from tests.unit.data.prompt_files import rows
 # An image to edit is a thousand tokens, so a test makes few images in few steps.
 FEW = ["group_size=2", "trainer.micro_batch_size=2", "evaluate.images_per_prompt=2", "rollout.num_inference_steps=3"]
 REWARD = "reward=jpeg_compressibility"
+
+
+@pytest.fixture(autouse=True)
+def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 16th of the tokens of an image for the network, and about a 12th for the text encoder."""
+    monkeypatch.setattr(stock_rules, "VAE_IMAGE_SIZE", 256**2)
+    monkeypatch.setattr(stock_rules, "CONDITION_IMAGE_SIZE", 112**2)
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Tests of images to edit: how rows name them, what is refused and where, and that their bytes are their identity."""
 
 import base64
+import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def saved(path: Path, mode: str = "RGB", size: tuple[int, int] = SIZE, **options
     return path
 
 
-def test_every_layout_is_read(picture: Path, tmp_path: Path) -> None:
+def test_every_layout_is_read(picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """verl-omni's rows hold bytes and mark their places in the text; Flow-Factory's files lie in the folder images."""
     content = picture.read_bytes()
     saved(tmp_path / "images" / "b.png", size=(8, 16))
@@ -51,10 +53,11 @@ def test_every_layout_is_read(picture: Path, tmp_path: Path) -> None:
         {"prompt": "three", "image": {"path": str(picture)}},
         {"prompt": "four", "images": [{"image": f"file://{picture}"}]},
         {"prompt": "five", "image": f"data:image/png;base64,{base64.b64encode(content).decode()}"},
+        {"prompt": "six", "image": f"data:image/png;charset=utf-8;base64,{base64.b64encode(content).decode()}"},
         {"prompt": "none", "image": None, "images": []},
     )
     *edits, none = load(file).train
-    assert [[image.size for image in prompt.images] for prompt in edits] == [[SIZE], [SIZE, (8, 16)], *[[SIZE]] * 3]
+    assert [[image.size for image in prompt.images] for prompt in edits] == [[SIZE], [SIZE, (8, 16)], *[[SIZE]] * 4]
     assert len({prompt.images[0].sha256 for prompt in edits}) == 1 and none.images == ()
     assert [dict(prompt.metadata) for prompt in edits[:2]] == [{}, {"score": 1}]
     assert all(opened(prompt.images[0]).getpixel((0, 0)) == RED for prompt in edits)
@@ -64,7 +67,13 @@ def test_every_layout_is_read(picture: Path, tmp_path: Path) -> None:
     (verl,) = load(tmp_path / "v.parquet").train
     assert (verl.text, verl.negative) == ("make it red", "") and verl.images == edits[0].images
     assert opened(verl.images[0]).size == SIZE[::-1] and not verl.metadata
+    picture_part, text_part = {"type": "image"}, {"type": "text", "text": "make it red"}
+    chat = {"prompt": [{"role": "user", "content": [picture_part, text_part]}]}
+    assert load(rows(tmp_path / "c.jsonl", chat | {"image": "a.png"})).train[0].text == "make it red"
+    with pytest.raises(PromptError, match="only text messages"):
+        load(rows(tmp_path / "d.jsonl", chat))
     (plain,) = load(tmp_path / "v.parquet", images=False).train
+    assert main([str(tmp_path / "v.parquet"), "--no-images"]) == 0 and "to edit" not in capsys.readouterr().out
     assert plain.images == () and plain.text == "Picture 1: <image>make it red"
 
 
@@ -88,7 +97,8 @@ def test_what_is_refused_is_named_with_its_row(tmp_path: Path, capsys: pytest.Ca
         "animated.gif": "is animated",
         saved(tmp_path / "large.png", "L", size=(8200, 8200)).name: "8200 × 8200 pixels",
         saved(tmp_path / "long.png", size=(2, 300)).name: "300 × 2 pixels",
-        "https://example.org/a.png": "path of a file",
+        "https://example.org/a.png": "data.images=false",
+        base64.b64encode(noise.tobytes()).decode(): "image 1 is no path of a file",
     }
     good = [{"prompt": "ok", "image": name} for name in ("turned.jpg", "grey.png")]
     bad = [{"prompt": "no", "image": name} for name in wrong]
@@ -96,11 +106,44 @@ def test_what_is_refused_is_named_with_its_row(tmp_path: Path, capsys: pytest.Ca
     file = rows(tmp_path / "p.jsonl", *good, *bad, marks, {"prompt": "x", "image": "grey.png", "images": ["grey.png"]})
     assert main([str(file)]) == 2
     page = capsys.readouterr().out
-    assert "2 of 13 rows can be read" in page and "images     2 to edit, 1 per prompt, of 24 × 40 to 40 × 24 px" in page
+    assert "2 of 14 rows can be read" in page and "images     2 to edit, 1 per prompt, of 24 × 40 to 40 × 24 px" in page
     for line, reason in enumerate((*wrong.values(), "2 images, and 1 times <image>", "both image and images"), start=3):
         assert any(f"p.jsonl:{line}:" in row and reason in row for row in page.splitlines()), reason
     with pytest.raises(PromptError, match=r"p\.jsonl:3:"):
         load(file)
+
+
+def test_a_bad_cell_of_parquet_is_refused_with_its_row(
+    picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, url = picture.read_bytes(), "https://example.org/a.png"
+    cells = [{"bytes": content, "path": None}, {"bytes": None, "path": url}, {"bytes": None, "path": None}]
+    table = pa.table({"prompt": ["a", "b", "c"], "image": cells})
+    pyarrow.parquet.write_table(table, file := tmp_path / "p.parquet")
+    assert main([str(file)]) == 2
+    page = capsys.readouterr().out
+    assert "1 of 3 rows can be read" in page and page.count("image 1 must be the path of a file") == 2
+    assert "row 1: image 1" in page and "row 2: image 1" in page
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(picture))  # a file, in which there can be no folder
+    with pytest.raises(PromptError, match="ASYNC_FLOWRL_CACHE"):
+        load(file)
+    with pytest.raises(ValueError, match="hashes of images are kept in"):
+        condition_images.examined(picture)
+
+
+def test_a_cache_on_a_full_disk_keeps_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ValueError, match="No space left"):
+        condition_images.written(b"bytes")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+def test_a_damaged_file_is_refused_whatever_its_reader_raises() -> None:
+    with pytest.raises(ValueError, match=r"^cannot be decoded"):
+        condition_images.decoded(b"P6")
 
 
 def test_the_bytes_are_the_identity_and_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +169,9 @@ def test_the_bytes_are_the_identity_and_are_read_once(tmp_path: Path, monkeypatc
     assert files.path(key) != files.path((changed[0].wording, None, False))
     with pytest.raises(ValueError, match="has changed since the start"):
         opened(one.images[0])
+    saved(picture)
+    os.utime(picture, ns=(1, 1))  # also where length and time are equal to those before
+    assert load(file).train.digest == before.digest
     picture.unlink()
     with pytest.raises(ValueError, match="every node with rollout workers"):
         opened(one.images[0])
@@ -148,5 +194,8 @@ def test_families_take_images_or_refuse_them_by_name(picture: Path) -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             check_images_of(load_family(name), prompt)
-    check_images_of(load_family("qwen_image"), Prompt(0, "it"))
+    check_images_of(load_family("qwen_image"), Prompt(0, "it <|image_pad|>"))
     check_images_of(load_family("qwen_image_edit"), edit)
+    for marked in (replace(edit, text="a <|image_pad|>"), replace(edit, negative="<|video_pad|>")):
+        with pytest.raises(ValueError, match=r"<\|(image|video)_pad\|> in the place of images"):
+            check_images_of(load_family("qwen_image_edit"), marked)

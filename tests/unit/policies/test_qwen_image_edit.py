@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_rules
 from PIL import Image
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.data.condition_images import examined, opened
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.registry import LengthCheck, load_family, load_policy, resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Prompt, Sampling, TextWithImages
 from tests.support.families import how, model_config, pipeline_of, policy_of
@@ -27,6 +29,15 @@ from tests.unit.rollout.trajectories import replay
 
 FAMILY, TEXT, NEGATIVE, STEPS = "qwen_image_edit", "make the house blue", "grey", 3
 SIDES = {"wide": (200, 300), "tall": (256, 128)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_images() -> Iterator[None]:
+    """A 16th of the tokens of an image for the network, and about a 12th for the text encoder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stock_rules, "VAE_IMAGE_SIZE", 256**2)
+        patch.setattr(stock_rules, "CONDITION_IMAGE_SIZE", 112**2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +73,10 @@ def encoded(policy: PipelinePolicy, prompts: dict[int, Prompt]) -> Any:
     return encode
 
 
-def with_zero_time(network: Any, wanted: bool) -> None:
+def with_zero_time(monkeypatch: pytest.MonkeyPatch, network: Any, wanted: bool) -> None:
     """As models are, of 2509 (False) and of 2511 (True)."""
     for module in (network, *network.transformer_blocks):
-        module.zero_cond_t = wanted
+        monkeypatch.setattr(module, "zero_cond_t", wanted)
 
 
 def velocities(policy: PipelinePolicy, x: Tensor, sampling: Sampling, *branches: Any) -> Tensor:
@@ -86,11 +97,19 @@ MORE = [
     ("size", "count", "cfg", "zero"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
 def test_edits_are_the_stock_pipelines(
-    size: tuple[int, int], count: int, cfg: float, zero: bool, policy: Any, stock: Any, prompts: Any, encoded: Any
+    size: tuple[int, int],
+    count: int,
+    cfg: float,
+    zero: bool,
+    policy: Any,
+    stock: Any,
+    prompts: Any,
+    encoded: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Latents and pixels; also with another image, which changes them."""
     for network in (policy.transformer, stock.transformer):
-        with_zero_time(network, zero)
+        with_zero_time(monkeypatch, network, zero)
     start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
     positive, negative = encoded(count)
     sampling = replace(how(FAMILY, cfg=cfg), resolution=size)
@@ -120,9 +139,13 @@ def test_edits_are_the_stock_pipelines(
     assert (velocities(policy, start, sampling, black, negative if cfg > 1 else None) - ours).abs().max() > 1e-3
 
 
-def test_image_sizes_are_those_of_the_stock_rules(encoded: Any, policy: PipelinePolicy) -> None:
+def test_image_sizes_are_those_of_the_stock_rules(
+    prompts: Any, policy: PipelinePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Areas of 1024² (here 32 px to a token) for the network and 384² (28 px) for the text encoder."""
-    (one, _), (two, _) = encoded(1), encoded(2)
+    monkeypatch.setattr(stock_rules, "VAE_IMAGE_SIZE", 1024**2)
+    monkeypatch.setattr(stock_rules, "CONDITION_IMAGE_SIZE", 384**2)
+    one, two = map(tensors, policy.encode([prompts[count].wording for count in (1, 2)]))
     assert {name: tuple(array.shape[:-1]) for name, array in two.items() if name != "prompt_embeds"} == {
         "image_0": (26, 39),
         "image_1": (45, 23),
@@ -133,9 +156,12 @@ def test_image_sizes_are_those_of_the_stock_rules(encoded: Any, policy: Pipeline
     assert shapes["image_0"] == (32, 32, 64)
 
 
-@pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
-def test_the_trainer_replays_an_edit(cfg: float, kind: str, policy: Any, prompts: Any) -> None:
+@pytest.mark.parametrize(("cfg", "kind", "zero"), [(1.0, "sde", True), (4.0, "cps", False), (4.0, "cps", True)])
+def test_the_trainer_replays_an_edit(
+    cfg: float, kind: str, zero: bool, policy: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it needs is in the ticket, the negative prompt too, which was encoded with the image."""
+    with_zero_time(monkeypatch, policy.transformer, zero)
     sampling = replace(how(FAMILY, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
     wanted = request(3, how=sampling, prompt=prompts[1], noise_steps=(0, 1))
     found = DiffusersEngine(policy).generate([wanted])[0].trajectory
@@ -187,6 +213,44 @@ def test_a_process_that_only_encodes_gives_the_same_bits(prompts: Any, encoded: 
     assert arrays.keys() == encoded(2)[0].keys() and arrays["image_1"].shape == (32, 32, 64)
     x = torch.zeros(1, 1, 64)
     assert drawn.velocity(x, torch.ones(1), tensors(arrays), None, how(FAMILY)).shape == x.shape
+
+
+def test_prompts_with_too_many_tokens_are_refused_before_a_worker_reads_them(prompts: Any, encoded: Any) -> None:
+    """Tokens are counted as the pipeline does, and not before there may be too many."""
+    model = resolve_model(model_config(FAMILY))
+    tokenizer = AutoTokenizer.from_pretrained(model.path, subfolder="tokenizer")
+    family: Any = load_family(FAMILY)
+    for count, prompt in prompts.items():
+        for text, arrays in zip((TEXT, NEGATIVE), encoded(count), strict=True):
+            assert family.tokens(text, prompt.images, tokenizer) == len(arrays["prompt_embeds"])
+    check, images = LengthCheck(model), prompts[1].images * 12
+    text = "x" * (3584 - family.tokens("", images, tokenizer))  # A token is a byte here.
+    check(most := replace(prompts[1], text=text, images=images))
+    for long in (replace(most, images=images * 2), replace(most, text="x" + text), replace(most, negative="x" + text)):
+        with pytest.raises(ValueError, match="3584 tokens of text and images"):
+            check(long)
+    with pytest.raises(ValueError, match="3584 tokens of text and images"):
+        LengthCheck(replace(model, random=True))(replace(most, text="a", images=images * 2))
+
+
+def test_sizes_are_planned_for_the_most_images() -> None:
+    model = resolve_model(model_config(FAMILY))
+    one, three = (shapes_of(model, 32, images).conditioning for images in (1, 3))
+    assert three.keys() - one.keys() == {"image_1", "image_2"}
+    assert three["prompt_embeds"][0] > one["prompt_embeds"][0]
+
+
+def test_tiles_of_decoding_leave_the_tokens_of_images_alone() -> None:
+    policy: Any = policy_of(FAMILY)
+    image = torch.randn(1, 3, 320, 320, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    with torch.no_grad():
+        whole = policy.encode_image(image)
+        policy.decode_by_parts(images=False, tiles=True)
+        vae = policy.pipeline.vae
+        tiled = vae.encode(image.unsqueeze(2)).latent_dist.mode()
+        assert torch.equal(policy.encode_image(image), whole) and vae.use_tiling
+        vae.disable_tiling()
+        assert not torch.equal(vae.encode(image.unsqueeze(2)).latent_dist.mode(), tiled)
 
 
 def test_what_it_cannot_do_is_refused(policy: PipelinePolicy, tmp_path: Path, prompts: Any) -> None:

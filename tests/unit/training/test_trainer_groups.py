@@ -51,6 +51,16 @@ def test_a_non_finite_group_stops_the_step_by_name(handed: list[list[rig.Handed]
     assert worker.parameters.fingerprint() == before
 
 
+def test_tickets_that_differ_in_their_negative_prompt_are_no_group() -> None:
+    config = rig.tiny_config()
+    worker, (meta, tickets) = rig.trainer(config), rig.Sampler(config).group(0, 0, tickets=2)
+    first = replace(tickets[0], negative=dict(tickets[0].conditioning))
+    other = replace(tickets[1], negative={name: array + 1 for name, array in tickets[1].conditioning.items()})
+    worker.update.begin(0, StepPlan(rows=24))
+    with pytest.raises(ValueError, match="differ in schedule, window or conditioning"):
+        worker.update.accumulate([meta], first, other, *tickets[2:])
+
+
 def test_final_images_are_trained_at_every_row() -> None:
     config = rig.tiny_config()
     config.algorithm.name = "diffusion_nft"
