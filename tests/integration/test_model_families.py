@@ -1,5 +1,6 @@
 """Tests of whole runs with every model family, and with a user's family whose latents are videos."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from async_flowrl.policies.lora_file import FILE_NAME, read
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.trained_file import apply
 from tests.integration.forked_ranks import train_with_forked_ranks
-from tests.integration.runs import WHOLE, Run, train
+from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
 from tests.support.families import NAMES, TEXT, pipeline_of, policy_of, tiny_model
 from tests.support.tiny import sampling
 from tests.support.video import CHANNELS, FRAMES, build_video
@@ -62,9 +63,18 @@ def test_steps_of_one_side_train_its_expert_alone(tmp_path: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"], "transformer_2": ["default_0"]}
 
 
-def trained_by_two_ranks(folder: Path, *settings: str) -> Run:
+def trained_by_two_ranks(folder: Path, *settings: str, train: Callable[..., Run] = train_with_forked_ranks) -> Run:
     more = ("total_steps=2", "trainer.num_workers=2", "algorithm.window_per=step", "seed=3")
-    return train_with_forked_ranks(folder, "one_step_off", *options("wan22"), *more, *settings)
+    return train(folder, "one_step_off", *options("wan22"), *more, *settings)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_two_experts_have_the_weights_of_ranks_that_do_not(ray_here: None, tmp_path: Path) -> None:
+    runs = {
+        shard: trained_by_two_ranks(tmp_path / shard, f"trainer.shard={shard}", train=train_here_on_ray)
+        for shard in ("none", "full")
+    }
+    assert runs["none"].digests == runs["full"].digests and len(set(runs["full"].digests)) == 3
 
 
 @pytest.mark.slow
