@@ -22,7 +22,8 @@ from async_flowrl.config.compose import read_config
 from async_flowrl.config.models import is_toy
 from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
-from async_flowrl.data.condition_images import examined, opened
+from async_flowrl.data.condition_images import examined
+from async_flowrl.image_file import opened
 from async_flowrl.observability.images import animation, grid
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file, trained_file

@@ -1,4 +1,4 @@
-"""Condition images, which a prompt edits: the columns `image` and `images` of a row, the checks, and the pixels.
+"""Condition images, which a prompt edits: the columns `image` and `images` of a row, and the index of the files.
 
 A prompt holds references. A file is read and decoded once; its hash and size are kept in `images.sqlite` of the cache,
 and count as long as the file has the same length and times. Bytes in a row become a file of the cache.
@@ -8,7 +8,6 @@ import base64
 import binascii
 import functools
 import hashlib
-import io
 import os
 import re
 import sqlite3
@@ -17,19 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
-
 from async_flowrl.config.error_text import first_line
 from async_flowrl.config.paths import cache_dir, expanded
+from async_flowrl.image_file import decoded
 from async_flowrl.types import ConditionImage
 
 COLUMNS = ("image", "images")
 INDEX = "images.sqlite"
-MAX_PIXELS = 2**26
-# Side of the longer to the shorter side at most; models scale an image to a given area.
-MAX_RATIO = 100
-# Modes of Pillow whose pixels have one meaning as RGB.
-MODES = ("RGB", "L", "P", "1")
 # Folders in which a relative path is looked up, from that of the prompt file; the second is that of Flow-Factory.
 _FOLDERS = ("", "images")
 _DATA_URI = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[^;,]*)*;base64,")
@@ -168,44 +161,3 @@ def _index(folder: Path, process: int) -> sqlite3.Connection:
         "(path TEXT PRIMARY KEY, length INTEGER, times TEXT, sha256 TEXT, height INTEGER, width INTEGER)"
     )
     return index
-
-
-def decoded(content: bytes) -> Any:
-    """Returns the Pillow image of a file's bytes: RGB, turned as its EXIF orientation says. Raises ValueError."""
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            refused = _refusal(image)
-            picture = None if refused else ImageOps.exif_transpose(image).convert("RGB")
-    except UnidentifiedImageError as error:
-        raise ValueError("is no image that Pillow reads") from error
-    except Exception as error:  # Readers of damaged files raise errors of many kinds.
-        raise ValueError(f"cannot be decoded: {first_line(error)}") from error
-    if refused:
-        raise ValueError(refused)
-    return picture
-
-
-def _refusal(image: Any) -> str | None:
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        return f"has {width} × {height} pixels, at most {MAX_PIXELS:,} are taken"
-    if max(width, height) > MAX_RATIO * min(width, height):
-        return f"has {width} × {height} pixels, one side at most {MAX_RATIO} times the other is taken"
-    # A phone's MPO has a second picture of the same scene.
-    if getattr(image, "is_animated", False) and image.format != "MPO":
-        return "is animated: give one of its frames"
-    if "transparency" in image.info or "A" in image.getbands():
-        return "has transparency: lay it over a colour first"
-    return None if image.mode in MODES else f"has pixels of mode {image.mode}: convert it to RGB first"
-
-
-def opened(image: ConditionImage) -> Any:
-    """Returns the Pillow image, RGB. Raises ValueError if the file is not there any more, or has other bytes."""
-    try:
-        content = Path(image.path).read_bytes()
-    except OSError as error:
-        where = "every node with rollout workers needs it at this path"
-        raise ValueError(f"the image {image.path} cannot be read ({error.strerror}): {where}") from error
-    if hashlib.sha256(content).hexdigest() != image.sha256:
-        raise ValueError(f"the image {image.path} has changed since the start; restore the file, and resume the run")
-    return decoded(content)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.resolution import Resolution, frames_of, height_width, in_pixels, in_words, of_sides
-from async_flowrl.data.condition_images import opened
+from async_flowrl.image_file import opened
 from async_flowrl.policies.base import Policy, Shapes
 from async_flowrl.types import Conditioning, EncoderInput, Sampling, TextWithImages, TokenIds
 

@@ -15,8 +15,9 @@ from PIL import Image
 
 from async_flowrl.cli.data import main
 from async_flowrl.data import condition_images
-from async_flowrl.data.condition_images import opened
 from async_flowrl.data.prompts import PromptError
+from async_flowrl.image_file import decoded as decoded_bytes
+from async_flowrl.image_file import opened
 from async_flowrl.policies.registry import check_images_of, load_family
 from async_flowrl.rollout.text_encoder import EmbeddingFiles
 from async_flowrl.types import Prompt
@@ -143,7 +144,7 @@ def test_a_cache_on_a_full_disk_keeps_no_part_of_a_file(tmp_path: Path, monkeypa
 
 def test_a_damaged_file_is_refused_whatever_its_reader_raises() -> None:
     with pytest.raises(ValueError, match=r"^cannot be decoded"):
-        condition_images.decoded(b"P6")
+        decoded_bytes(b"P6")
 
 
 def test_the_bytes_are_the_identity_and_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
-from async_flowrl.data.condition_images import examined, opened
+from async_flowrl.data.condition_images import examined
+from async_flowrl.image_file import opened
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import LengthCheck, load_family, load_policy, resolve_model, shapes_of
