@@ -141,7 +141,7 @@ def of_the_model(work: Path, sizes: Sizes, name: str, dtype: torch.dtype, device
         parameters.load(start)
         optimizer = Optimizer(config.trainer, parameters)
         parameters.gradients.copy_(gradient)
-        optimizer.step(config.trainer.learning_rate, optimizer.gradient_norm())
+        optimizer.step(config.trainer.learning_rate, optimizer.gradient_norms())
         return [parameters.snapshot()]
 
     return {"network with a LoRA": network, "fused AdamW": optimizer_step}
