@@ -146,12 +146,10 @@ def _sizes(scan: Scan) -> str:
 
 
 def _images(scan: Scan) -> str:
-    counts, (small, *_, large) = (
-        sorted(scan.imaged),
-        sorted(scan.image_sizes, key=lambda size: (pixels(size), size)) * 2,
-    )
+    counts, sizes = sorted(scan.imaged), sorted(scan.image_sizes, key=lambda size: (pixels(size), size))
     each = f"{counts[0]} to {counts[-1]}" if counts[1:] else str(counts[0])
-    return f"{scan.image_sizes.total():,} to edit, {each} per prompt, of {in_words(small)} to {in_words(large)} px"
+    of = f"{in_words(sizes[0])} to {in_words(sizes[-1])}"
+    return f"{scan.image_sizes.total():,} to edit, {each} per prompt, of {of} px"
 
 
 def _row(prompts: Prompts, index: int) -> list[str]:

@@ -117,7 +117,7 @@ def largest(hardware: Hardware) -> Answer | None:
 
 
 def answer(
-    recipe: Sequence[str], hardware: Hardware, tried: Callable[[Config, int], Iterator[Change]] | None = None
+    recipe: Sequence[str], hardware: Hardware, tried: Callable[[Config, Hardware], Iterator[Change]] | None = None
 ) -> Answer:
     """The first of the changes `tried` of the overrides `recipe` that fits, or else the one that lacks least memory.
 
@@ -127,7 +127,7 @@ def answer(
     plain = compose_config("one_step_off", words)
     check(plain)
     answers: list[Answer] = []
-    for change in tried(plain, hardware.devices) if tried else candidates(plain, hardware):
+    for change in (tried or candidates)(plain, hardware):
         config = applied(change, plain)
         try:
             check(config)
@@ -156,14 +156,14 @@ def judged(hardware: Hardware, words: Sequence[str], config: Config) -> Answer:
 
 def candidates(plain: Config, hardware: Hardware) -> Iterator[Change]:
     """Yields changes of a recipe to try: layouts with more and more savings, then with more and more of SMALL_CARD."""
-    devices, whole = hardware.devices, tuning_of(plain).whole
-    for layout in layouts(plain, devices):
+    whole = tuning_of(plain).whole
+    for layout in layouts(plain, hardware):
         change = dict(layout)
         yield layout
         for key, value in SAVINGS.items():
             change[key] = value
             yield dict(change)
-    for layout in layouts(plain, devices):
+    for layout in layouts(plain, hardware):
         change = {**layout, **seats(plain, layout, hardware)}
         for more in SMALL_CARD:
             change |= {key: value for key, value in more.items() if key != "model.quantize" or not whole}
@@ -176,11 +176,12 @@ def candidates(plain: Config, hardware: Hardware) -> Iterator[Change]:
             yield change | {"lora.rank": rank, "lora.alpha": alpha}
 
 
-def layouts(plain: Config, devices: int) -> Iterator[Change]:
+def layouts(plain: Config, hardware: Hardware) -> Iterator[Change]:
     """Yields the workers of each pool: every split of the devices, even ones first, then `placement=shared`."""
     # Reward pools and servers get their GPUs first. Pools of a single term have as many workers as configured, or after
     # that one, which is slower but takes fewer GPUs. A shared pool of a single process is tried last, unless it is the
     # recipe's own placement, which has no other layout.
+    devices = hardware.devices
     fewer = {
         workers_key(pool.name): 1
         for pool in scoring_pools(plain)

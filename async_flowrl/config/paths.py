@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import platform
+import threading
 from pathlib import Path
 
 from async_flowrl.config.error_text import did_you_mean
@@ -70,3 +72,14 @@ def replace_file(path: Path, content: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def share_file(path: Path, content: bytes) -> None:
+    """Writes a file of the cache, which other processes may read and write meanwhile; what they read is complete."""
+    work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work.write_bytes(content)
+        work.replace(path)
+    finally:
+        work.unlink(missing_ok=True)

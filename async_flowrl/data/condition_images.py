@@ -11,13 +11,12 @@ import hashlib
 import os
 import re
 import sqlite3
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.error_text import first_line
-from async_flowrl.config.paths import cache_dir, expanded
+from async_flowrl.config.paths import cache_dir, expanded, share_file
 from async_flowrl.image_file import decoded
 from async_flowrl.types import ConditionImage
 
@@ -84,26 +83,13 @@ def written(content: bytes) -> Path:
     path = cache_dir() / "images" / name[:2] / name
     try:
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, content)
+            share_file(path, content)
     except OSError as error:
         raise ValueError(
             f"images are written to {cache_dir() / 'images'}, which cannot be done ({error.strerror}); the variable "
             "ASYNC_FLOWRL_CACHE names another folder"
         ) from error
     return path
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor, work = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(work, 0o644)
-        os.replace(work, path)
-    except OSError:
-        os.unlink(work)
-        raise
 
 
 def _file(source: str, folder: Path, number: int) -> Path:

@@ -188,13 +188,8 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         # The gates of random blocks are nearly shut, and the image passes by them.
         transformer.modulation[1].weight.mul_(4)
         transformer.img_in.weight.mul_(0.25)
-    # The settings of Qwen/Qwen-Image-2.1.
-    shift = {"base_shift": 0.5, "max_shift": 0.9, "shift": 1.0, "shift_terminal": 0.02}
-    tokens = {"base_image_seq_len": 256, "max_image_seq_len": 8192}
     return diffusers.QwenImage21Pipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, time_shift_type="exponential", **shift, **tokens
-        ),
+        scheduler=tiny.qwen_image_scheduler(),
         vae=vae.eval(),
         text_encoder=tiny_text_encoder(processor.tokenizer).eval(),
         processor=processor,

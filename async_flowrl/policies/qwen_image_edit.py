@@ -186,13 +186,8 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     )
     with torch.no_grad():
         vae.decoder.conv_out.weight.mul_(config.contrast)
-    # The settings of Qwen/Qwen-Image-Edit-2511.
-    shift = {"base_shift": 0.5, "max_shift": 0.9, "shift": 1.0, "shift_terminal": 0.02}
-    tokens = {"base_image_seq_len": 256, "max_image_seq_len": 8192}
     return diffusers.QwenImageEditPlusPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True, time_shift_type="exponential", **shift, **tokens
-        ),
+        scheduler=tiny.qwen_image_scheduler(),
         vae=vae.eval(),
         text_encoder=tiny_text_encoder(tokenizer).eval(),
         tokenizer=tokenizer,

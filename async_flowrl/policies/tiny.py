@@ -138,6 +138,15 @@ def qwen_vl(tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, i
     return text, vision, ids
 
 
+def qwen_image_scheduler() -> Any:
+    """Returns a scheduler with the settings of Qwen/Qwen-Image, Qwen-Image-2.1 and Qwen-Image-Edit-2511."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    shift = {"base_shift": 0.5, "max_shift": 0.9, "shift": 1.0, "shift_terminal": 0.02}
+    tokens = {"base_image_seq_len": 256, "max_image_seq_len": 8192}
+    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="exponential", **shift, **tokens)
+
+
 def clip_text_encoder(kind: Any, tokenizer: Any) -> Any:
     """Returns a text encoder of class `kind`, which is CLIPTextModel or CLIPTextModelWithProjection."""
     from transformers import CLIPTextConfig

@@ -4,8 +4,6 @@ import gc
 import hashlib
 import json
 import logging
-import os
-import platform
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +16,7 @@ import torch
 from safetensors.numpy import load, save
 from torch import Tensor, nn
 
-from async_flowrl.config.paths import sha256_of
+from async_flowrl.config.paths import sha256_of, share_file
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import source_digest
 from async_flowrl.policies.registry import ResolvedModel
@@ -171,18 +169,13 @@ class EmbeddingFiles:
         # `save` copies memory as it is, so an array that is not in C order would be read back permuted.
         arrays = {name: np.asarray(array, order="C") for name, array in conditioning.items()}
         body, path = save(arrays, metadata={"made_of": self._key(key)}), self.path(key)
-        work = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.{id(conditioning)}")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            work.write_bytes(hashlib.sha256(body).digest() + body)
-            work.replace(path)
+            share_file(path, hashlib.sha256(body).digest() + body)
         except OSError as error:
             advice = "make room, or set $ASYNC_FLOWRL_CACHE to another folder"
             raise OSError(
                 error.errno, f"an embedding cannot be kept ({error.strerror}): {advice}", str(path)
             ) from error
-        finally:
-            work.unlink(missing_ok=True)
 
     def _key(self, key: EmbeddingKey) -> str:
         wording, system, negative = key

@@ -101,7 +101,7 @@ def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monke
             monkeypatch.setattr(module, side, lambda config, **_: Footprint({"base weights": 50 * GIB}))
     one = answer("sd35_ocr", Hardware.of("1x80"))
     assert one.fits and placement(one.words) == "shared"
-    tried = [applied(change, plain("sd35_ocr")) for change in layouts(plain("sd35_ocr"), 4)]
+    tried = [applied(change, plain("sd35_ocr")) for change in layouts(plain("sd35_ocr"), Hardware.of("4x80"))]
     assert [config.placement for config in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
     assert tried[-1].trainer.num_workers == tried[-1].rollout.num_workers == 4
     small = answer("sd35_ocr", Hardware.of("1x24"))
