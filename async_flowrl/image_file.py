@@ -48,7 +48,7 @@ def opened(image: Any) -> Any:
     try:
         content = Path(image.path).read_bytes()
     except OSError as error:
-        where = "every node with rollout workers needs it at this path"
+        where = "every node with rollout workers, or rewards that compare it, needs it at this path"
         raise ValueError(f"the image {image.path} cannot be read ({error.strerror}): {where}") from error
     if hashlib.sha256(content).hexdigest() != image.sha256:
         raise ValueError(f"the image {image.path} has changed since the start; restore the file, and resume the run")

@@ -28,7 +28,7 @@ from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.call import call
 from async_flowrl.rewards.http_contract import HEALTH, PATH, ContractError, Limits, ScoreRequest
-from async_flowrl.types import Prompt
+from async_flowrl.types import ConditionImage, Prompt
 
 LOOPBACK = "127.0.0.1"
 ALL_BYTES_FACTOR = 4  # Default of --max-all-bytes, as a multiple of --max-bytes.
@@ -134,11 +134,12 @@ def serve(score: Score, options: argparse.Namespace, what: str) -> int:
 
 
 def warm_up(score: Score, prompt: str) -> None:
-    """Scores one grey image, so that the reward loads its weights now. Raises ServeError if that fails."""
-
+    """Scores one grey image (or edit), so that the reward loads its weights now. Raises ServeError if that fails."""
     grey = np.full((1, 64, 64, 3), 128, dtype=np.uint8)
+    edits = getattr(score, "sources", False)
+    asked = Prompt(0, prompt, images=(ConditionImage("", (64, 64), ""),) if edits else ())
     try:
-        asyncio.run(call(score, grey, Prompt(0, prompt)))
+        asyncio.run(call(score, grey, asked, sources=[grey[0]] if edits else None))
     except PromptRefused as error:
         raise ServeError(f"--warm-up {prompt!r}: {error}") from error
     except (Exception, SystemExit) as error:

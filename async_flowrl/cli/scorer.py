@@ -1,11 +1,12 @@
 """Scoring of the requests of a reward server: one at a time, in order of arrival."""
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,19 @@ from starlette.exceptions import HTTPException
 from async_flowrl.config.error_text import in_one_line
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.base import PromptRefused, RewardError
-from async_flowrl.rewards.call import Result, call, group_result
+from async_flowrl.rewards.call import Result, Sources, call, group_result
 from async_flowrl.rewards.http_contract import ContractError, Limits, ScoreRequest
-from async_flowrl.types import ByteArray, Prompt
+from async_flowrl.types import ByteArray, ConditionImage, Prompt
 from separation.supervise import leaves
 
 logger = logging.getLogger(__name__)
 
 # A reward: images uint8 [n, H, W, 3] of one prompt, or with an attribute `video` that is True also videos uint8
-# [n, F, H, W, 3] → one result per image or video. With an attribute `images` that is False it gets videos alone. It is
-# called for one group at a time:
-# neighbouring images of a request with the same size and prompt. It raises PromptRefused for a prompt that it does not
-# score; any other exception is a failure of the reward.
-Score = Callable[[ByteArray, Prompt], Sequence[Any] | Awaitable[Sequence[Any]]]
+# [n, F, H, W, 3] → one result per image or video. With an attribute `images` that is False it gets videos alone; with
+# an attribute `sources` that is True it gets edits alone, and as third argument the images that the prompt edits. It is
+# called for one group at a time: neighbouring images of a request with the same size and prompt. It raises
+# PromptRefused for a prompt that it does not score; any other exception is a failure of the reward.
+Score = Callable[..., Sequence[Any] | Awaitable[Sequence[Any]]]
 
 NOTHING = ScoreRequest((), ())  # Empty request that replaces one whose memory was given back.
 AGAIN = {"Retry-After": "1"}
@@ -103,7 +104,14 @@ class Scorer:
 
     async def _scored(self, pending: PendingRequest) -> list[Result]:
         request, results = pending.request, list[Result]()
+        edits = bool(getattr(self._score, "sources", False))
+        if edits is not bool(request.sources):
+            has = "edits, and the request has no sources: set sources=true" if edits else "no edits: set sources=false"
+            raise ContractError(f"this server scores {has}")
         images = await asyncio.to_thread(contract.decode_images, request.images, self.limits)
+        made = len(images) - sum(request.sources)
+        prompts, sources = _with_sources(request, images[made:]) if edits else (request.prompts, None)
+        images = images[:made]
         if request.frames is None:
             if not getattr(self._score, "images", True):
                 raise ContractError("this server scores videos, and the request has images: set video=true")
@@ -111,14 +119,15 @@ class Scorer:
             if not getattr(self._score, "video", False):
                 raise ContractError("this server scores images, and the request has videos")
             images = _videos(images, request.frames)
-        for members, prompt in _groups(images, request.prompts):
+        for members, prompt in _groups(images, prompts):
             await _check_there(pending, f"after {sum(len(result.scores) for result in results)} of its images")
-            results.append(await self._group(np.stack(members), prompt))
+            edited = None if sources is None else [sources[image.sha256] for image in prompt.images]
+            results.append(await self._group(np.stack(members), prompt, edited))
         return results
 
-    async def _group(self, images: ByteArray, prompt: Prompt) -> Result:
+    async def _group(self, images: ByteArray, prompt: Prompt, sources: Sources | None) -> Result:
         try:
-            return group_result("the reward", await call(self._score, images, prompt), len(images))
+            return group_result("the reward", await call(self._score, images, prompt, sources=sources), len(images))
         except (Exception, SystemExit) as error:
             first = leaves(error)[0]
             if isinstance(first, PromptRefused):
@@ -135,6 +144,20 @@ def _videos(images: Sequence[ByteArray], frames: int) -> list[ByteArray]:
         if len({frame.shape for frame in video}) > 1:
             raise ContractError(f"video {index} has frames of several sizes")
     return [np.stack(video) for video in videos]
+
+
+def _with_sources(request: ScoreRequest, images: Sequence[ByteArray]) -> tuple[list[Prompt], dict[str, ByteArray]]:
+    """Returns the prompts with the images that they edit, and the pixels of those by the SHA-256 of their files."""
+    files = request.images[len(request.images) - len(images) :]
+    edited = [
+        ConditionImage(hashlib.sha256(file).hexdigest(), (image.shape[0], image.shape[1]), "")
+        for file, image in zip(files, images, strict=True)
+    ]
+    following = iter(edited)
+    of_entry = [tuple(islice(following, count)) for count in request.sources]
+    of_prompt = of_entry if len(of_entry) == len(request.prompts) else of_entry * len(request.prompts)
+    prompts = [replace(prompt, images=each) for prompt, each in zip(request.prompts, of_prompt, strict=True)]
+    return prompts, {each.sha256: image for each, image in zip(edited, images, strict=True)}
 
 
 async def _check_there(pending: PendingRequest, when: str) -> None:
@@ -154,4 +177,5 @@ def _groups(images: Sequence[ByteArray], prompts: Sequence[Prompt]) -> list[tupl
 
 def _group_key(pair: tuple[ByteArray, Prompt]) -> tuple[Any, ...]:
     image, prompt = pair
-    return image.shape, prompt.text, prompt.target, prompt.negative, json.dumps(prompt.metadata, sort_keys=True)
+    said = prompt.text, prompt.target, prompt.negative, prompt.images
+    return image.shape, *said, json.dumps(prompt.metadata, sort_keys=True)

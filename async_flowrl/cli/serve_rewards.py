@@ -13,6 +13,7 @@ from async_flowrl.config.schema import RewardConfig
 from async_flowrl.data.prompts import quoted_target
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.rewards.base import PromptRefused
+from async_flowrl.rewards.call import Sources
 from async_flowrl.rewards.model_weights import MissingPath
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.types import ByteArray, Prompt, Scores
@@ -50,8 +51,8 @@ def check_packages() -> None:
         raise ValueError(f"serve-rewards needs {', '.join(missing)}: pip install 'async-flowrl[serve]'")
 
 
-def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequence[object]]]:
-    """Returns the weighted sum of a configuration as one async function (images, prompt) → results.
+def scorer(config: RewardConfig) -> Callable[..., Awaitable[Sequence[object]]]:
+    """Returns the weighted sum of a configuration as one async function (images, prompt, sources) → results.
 
     Raises ValueError if the reward cannot be built, or if a term has `serve`, since only runs start servers.
     """
@@ -60,7 +61,7 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
     reward = build_reward(config)
     executor = ThreadPoolExecutor(max(8, len(reward.terms)), thread_name_prefix="score")
 
-    async def score(images: ByteArray, prompt: Prompt) -> Sequence[object]:
+    async def score(images: ByteArray, prompt: Prompt, sources: Sources | None = None) -> Sequence[object]:
         target_prompt = replace(prompt, target=prompt.target or quoted_target(prompt.text))
         if reward.needs_target and not target_prompt.target:
             raise PromptRefused(
@@ -72,10 +73,11 @@ def scorer(config: RewardConfig) -> Callable[[ByteArray, Prompt], Awaitable[Sequ
             if isinstance(error.__cause__, MissingPath):
                 raise
             raise PromptRefused(str(error)) from error
-        return results(await reward.score(target_prompt, images, executor), config)
+        return results(await reward.score(target_prompt, images, executor, sources), config)
 
     score.video = True  # type: ignore[attr-defined]
     score.images = not any(term.video for term in reward.terms)  # type: ignore[attr-defined]
+    score.sources = any(term.sources for term in reward.terms)  # type: ignore[attr-defined]
     return score
 
 

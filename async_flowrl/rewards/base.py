@@ -28,6 +28,8 @@ class Reward(Protocol):
       Up to `reward.concurrency` images are scored at a time, from several threads; a failed call is repeated alone.
     - `video`, False if absent. True: the reward gets videos, uint8 [n, F, H, W, 3], or [F, H, W, 3] if it is pointwise.
       Others get `reward.frames` frames of each video as images, and `reward.frame_score` makes one score of theirs.
+    - `sources`, False if absent. True: the reward is called with a third argument, the images that the prompt edits, a
+      list of uint8 [H, W, 3] in their order and own sizes. Prompts without such images are refused at start-up.
     - `deterministic`, True if absent: the same images and prompt always get the same score. False: scores are written
       to scores.jsonl before their group may be trained, and a resumed run reads them from there.
     - `needs_target`, False if absent. True: prompt files with a prompt that has no target are refused.
@@ -35,7 +37,8 @@ class Reward(Protocol):
       reward and calls `check` for every prompt at start-up, so building it must be cheap: load weights in the first
       call.
     - `check_group(images, frames)` raises ValueError for a group of so many images, or videos of so many frames, that
-      the reward cannot score. It is called at start-up, as `check` is.
+      the reward cannot score; with `sources` its third argument is the most that a prompt has. It is called at
+      start-up, as `check` is.
     - `connect(urls, token)` passes the URLs of servers that the run has started for the term (`serve`). Every reward
       worker calls it when the servers are ready, and again after one came up at another address. `token` is text or
       None.

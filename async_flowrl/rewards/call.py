@@ -22,6 +22,7 @@ import numpy as np
 from async_flowrl.config.error_text import in_one_line, shortened
 from async_flowrl.config.resolution import spaced_frames
 from async_flowrl.config.schema import RewardConfig
+from async_flowrl.image_file import opened
 from async_flowrl.rewards.base import PromptRefused, Reward, RewardError
 from async_flowrl.types import ByteArray, Failure, Prompt, Requests, Scores, Span
 from separation.supervise import leaves
@@ -39,6 +40,8 @@ STATISTICS = ("mean", "std", "group_std", "zero_std_ratio", "missing", "failures
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 Extra = float | str
+Sources = Sequence[ByteArray]
+"""The images that a prompt edits, each uint8 [H, W, 3]."""
 
 # `reward.frame_score` → a video's number, from those of its frames.
 OF_FRAMES: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -143,6 +146,8 @@ class Term:
     pointwise: bool = False
     # The reward is called with videos, not with frames of them.
     video: bool = False
+    # The reward is called with the images that the prompt edits, too.
+    sources: bool = False
     # The reward scores only evaluations, and has no part in the sum.
     held_out: bool = False
 
@@ -177,12 +182,27 @@ def results_of_videos(result: Result, frames: int, how: str) -> Result:
     return Result(reduced(result.scores), {name: reduced(values) for name, values in result.extras.items()})
 
 
-async def call(reward: Callable[..., Any], images: ByteArray, prompt: Prompt, executor: Executor | None = None) -> Any:
-    """Calls a reward in a thread, awaits its result if it is asynchronous, and returns it; raises what it raises."""
+def read_sources(prompt: Prompt) -> Sources:
+    """Reads the images that a prompt edits. Raises ValueError if a file is gone, or has other bytes."""
+    return [np.asarray(opened(image)) for image in prompt.images]
+
+
+async def call(
+    reward: Callable[..., Any],
+    images: ByteArray,
+    prompt: Prompt,
+    executor: Executor | None = None,
+    *,
+    sources: Sources | None = None,
+) -> Any:
+    """Calls a reward in a thread, awaits its result if it is asynchronous, and returns it; raises what it raises.
+
+    Unless `sources` is None, they are the reward's third argument.
+    """
 
     def called() -> Any:
         try:
-            return reward(images, prompt)
+            return reward(images, prompt, *([] if sources is None else [sources]))
         except StopIteration as error:  # a future cannot hold it, so the caller would wait for ever
             raise RuntimeError("StopIteration left the reward") from error
 
@@ -190,11 +210,19 @@ async def call(reward: Callable[..., Any], images: ByteArray, prompt: Prompt, ex
     return await result if inspect.isawaitable(result) else result
 
 
-async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Executor, config: RewardConfig) -> Scores:
+async def score_term(
+    term: Term,
+    prompt: Prompt,
+    images: ByteArray,
+    executor: Executor,
+    config: RewardConfig,
+    sources: asyncio.Future[Sources] | None = None,
+) -> Scores:
     """Returns one term's results for images uint8 [n, H, W, 3]. A RewardError is not raised but stored in `failed`.
 
     `config` has the retries of one image, the seconds before the first, and how many images are scored at a time. Of
-    videos uint8 [n, F, H, W, 3], a reward without `video` gets `config.frames` frames as images.
+    videos uint8 [n, F, H, W, 3], a reward without `video` gets `config.frames` frames as images. `sources` is the third
+    argument of a reward that has one.
     """
     images, frames = frames_to_score(images, config.frames, video=term.video)
     start, name, shown = time.time(), term.name, _SHOWN.repr(prompt.text)
@@ -203,7 +231,8 @@ async def score_term(term: Term, prompt: Prompt, images: ByteArray, executor: Ex
     async def called(part: ByteArray) -> Any:
         """Calls the reward and awaits its result. Raises RewardError, whose cause is the reward's own exception."""
         try:
-            return await call(term.reward, part, prompt, executor)
+            edited = None if sources is None else await sources
+            return await call(term.reward, part, prompt, executor, sources=edited)
         except (Exception, SystemExit) as error:
             if isinstance(refusal := leaves(error)[0], PromptRefused):
                 raise PromptRefused(f"reward {name!r}: {refusal}") from error

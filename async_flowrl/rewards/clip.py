@@ -195,6 +195,52 @@ class ClipScore(Clip):
             return torch.cat([batch.float().cpu() for batch in self.image_embeddings(images)]).numpy()
 
 
+class ClipDirection(Clip):
+    """cos(image - source, edited caption - source caption), of CLIP's embeddings, which have length 1.
+
+    It is Gal et al. 2021 ("StyleGAN-NADA") as InstructPix2Pix (arXiv 2211.09800) takes it; an image equal to its source
+    has 0. The columns `source` and `edited` hold captions of the prompt's first image before and after the edit.
+    """
+
+    sources = True
+    memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
+
+    def __init__(
+        self,
+        model: str = "openai/clip-vit-large-patch14",
+        *,
+        source: str = "original_prompt",
+        edited: str = "edited_prompt",
+        revision: str | None = None,
+        batch_size: int = 16,
+        device: str = "auto",
+    ) -> None:
+        super().__init__("CLIP direction", model, None, revision, batch_size, device)
+        self.columns = (source, edited)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError for a prompt without its two captions, or if `model` is a path that does not exist."""
+        super().check(prompt)
+        captions = [prompt.metadata.get(column) for column in self.columns]
+        for column, caption in zip(self.columns, captions, strict=True):
+            if not isinstance(caption, str) or not caption.strip():
+                what = f"prompt {prompt.text!r:.80} has no text in its column {column!r}"
+                raise ValueError(f"the CLIP direction needs captions before and after the edit, and {what}")
+        if captions[0] == captions[1]:
+            raise ValueError(f"the captions of prompt {prompt.text!r:.80} before and after the edit are the same")
+
+    def __call__(self, images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray]) -> Sequence[float]:
+        import torch
+
+        self.check(prompt)
+        with torch.inference_mode():
+            before, after = (self.text_embedding(prompt.metadata[column]) for column in self.columns)
+            (source,) = next(self.image_embeddings(sources[0][None]))
+            changes = [(batch - source).double() for batch in self.image_embeddings(images)]
+            cosines = [torch.nn.functional.cosine_similarity(change, (after - before).double()) for change in changes]
+            return [float(cosine) for batch in cosines for cosine in batch.cpu()]
+
+
 class PickScore(Clip):
     """exp(logit_scale) * cos(image, text) / `scale` (Kirstain et al. 2023, "Pick-a-Pic", section 4).
 

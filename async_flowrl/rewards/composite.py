@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from async_flowrl.config.schema import RewardConfig
 from async_flowrl.rewards.base import PromptRefused, RewardError
-from async_flowrl.rewards.call import Term, check_size, score_term
+from async_flowrl.rewards.call import Sources, Term, check_size, read_sources, score_term
 from async_flowrl.rewards.served import Addresses
 from async_flowrl.types import ByteArray, Prompt, Requests, Scores, Span
 
@@ -33,16 +33,22 @@ class CompositeReward:
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raises ValueError, which names the term, for the first prompt that a term cannot score."""
         checks = [(term.name, check) for term in self.terms if (check := getattr(term.reward, "check", None))]
+        comparing = [term.name for term in self.terms if term.sources]
         for prompt in prompts:
+            if comparing and not prompt.images:
+                edits = f"prompt {prompt.text!r:.80} has no image that it edits (column image)"
+                raise ValueError(f"reward {comparing[0]!r} compares a result with its source, and {edits}")
             for name, check in checks:
                 try:
                     check(prompt)
                 except ValueError as error:
                     raise ValueError(f"reward {name!r}: {error}") from error
 
-    async def score(self, prompt: Prompt, images: ByteArray, executor: Executor) -> Scores:
+    async def score(
+        self, prompt: Prompt, images: ByteArray, executor: Executor, sources: Sources | None = None
+    ) -> Scores:
         """Returns the scores of images uint8 [n, H, W, 3]. Raises RewardError if a required term failed, or all did."""
-        return self.demanded(await self.attempt(prompt, images, executor))
+        return self.demanded(await self.attempt(prompt, images, executor, sources=sources))
 
     def demanded(self, scores: Scores) -> Scores:
         """Returns the scores. Raises RewardError if a required term failed, or if all terms failed."""
@@ -53,16 +59,29 @@ class CompositeReward:
         return scores
 
     async def attempt(
-        self, prompt: Prompt, images: ByteArray, executor: Executor, *, only: Collection[str] | None = None
+        self,
+        prompt: Prompt,
+        images: ByteArray,
+        executor: Executor,
+        *,
+        only: Collection[str] | None = None,
+        sources: Sources | None = None,
     ) -> Scores:
         """Returns the scores like `score`, but terms that fail are listed in `failed` and nothing is raised for them.
 
-        `only` names the terms to score; None means all. Calls of rewards run in the threads of `executor`. Raises
+        `only` names the terms to score; None means all. Calls of rewards run in the threads of `executor`. `sources`
+        are the images that the prompt edits; None: they are read from their files, once for all terms. Raises
         RewardError if a weighted sum is too large for the loss.
         """
         start = time.time()
         terms = [term for term in self.terms if only is None or term.name in only]
-        calls = (score_term(term, prompt, images, executor, self.config) for term in terms)
+        edited: asyncio.Future[Sources] | None = None
+        if any(term.sources for term in terms):
+            loop = asyncio.get_running_loop()
+            edited = loop.run_in_executor(executor, lambda: read_sources(prompt) if sources is None else sources)
+        calls = (
+            score_term(term, prompt, images, executor, self.config, edited if term.sources else None) for term in terms
+        )
         scores = combined(self.weights, await asyncio.gather(*calls))
         return replace(scores, spans=(Span("score", start, time.time()), *scores.spans))
 

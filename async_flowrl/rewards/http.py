@@ -43,6 +43,7 @@ class HTTP:
     deterministic: bool = False
     needs_target: bool = False
     video: bool = False
+    sources: bool = False
     frames: int | None = 16
     max_images: int = contract.Limits.images
 
@@ -65,9 +66,9 @@ class HTTP:
             raise ValueError(f"needs_target=true, and prompt {prompt.text!r:.80} has none in double quotes or a column")
         contract.prompt_fields(prompt)
 
-    def check_group(self, images: int, frames: int) -> None:
-        """Raises ValueError if a request would have more images, or frames, than `max_images`."""
-        sent = self._frames(frames) * (images if self.batch == GROUP else 1)
+    def check_group(self, images: int, frames: int, sources: int = 0) -> None:
+        """Raises ValueError if a request would have more images, frames and sources together than `max_images`."""
+        sent = self._frames(frames) * (images if self.batch == GROUP else 1) + sources
         if sent > self.max_images:
             raise ValueError(
                 f"a request would have {sent} images, and max_images={self.max_images} is what serve-rewards takes at "
@@ -84,7 +85,9 @@ class HTTP:
     def connect(self, urls: Sequence[str], token: str | None) -> None:
         self._endpoint.connect(_endpoints(urls), token)
 
-    def __call__(self, images: ByteArray, prompt: Prompt) -> Coroutine[Any, Any, list[Any]]:
+    def __call__(
+        self, images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray] = ()
+    ) -> Coroutine[Any, Any, list[Any]]:
         """Encodes images uint8 [n, H, W, 3] in the caller's thread and returns a coroutine that fetches their scores.
 
         With `video` they are videos [n, F, H, W, 3]. The coroutine raises ServerError if no server is known, or if a
@@ -95,9 +98,10 @@ class HTTP:
         videos = images[:, None] if frames is None else images[:, spaced_frames(images.shape[1], frames)]
         files = [[contract.encode_image(image, kind) for image in video] for video in videos]
         parts = [files] if self.batch == GROUP else [[video] for video in files]
-        requests, fields = [], [contract.prompt_fields(prompt)]
+        edited = [contract.encode_image(source, kind) for source in sources]
+        requests, fields = [], [contract.prompt_fields(prompt) | ({"sources": len(edited)} if edited else {})]
         for part in parts:
-            flat = [file for video in part for file in video]
+            flat = [file for video in part for file in video] + edited
             if self.encoding == MULTIPART:
                 requests.append(multipart(flat, fields, kind, frames))
             else:

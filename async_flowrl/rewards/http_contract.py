@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
@@ -20,8 +20,8 @@ from async_flowrl.config.error_text import shortened
 from async_flowrl.rewards.call import Result
 from async_flowrl.types import ByteArray, Prompt
 
-# Version of requests of images, and of all replies; and of requests of videos.
-VERSION, VIDEO_VERSION = 1, 2
+# Version of requests of images, and of all replies; of requests of videos; and of both with the images they edit.
+VERSION, VIDEO_VERSION, EDIT_VERSION = 1, 2, 3
 PATH, HEALTH = "/v1/score", "/health"
 # png is lossless; jpeg is smaller but changes the pixels that are scored.
 FORMATS = ("png", "jpeg")
@@ -54,11 +54,16 @@ class Limits:
 
 
 class ScoreRequest(NamedTuple):
-    """Encoded images and one prompt for each of them; or, unless `frames` is None, of each `frames`, a video."""
+    """Encoded images and one prompt for each of them; or, unless `frames` is None, of each `frames`, a video.
+
+    `sources`, empty without any, says how many of the last images each prompt of the request edits, in order; it has
+    one number where one prompt stands for all.
+    """
 
     images: Sequence[bytes]
     prompts: Sequence[Prompt]
     frames: int | None = None
+    sources: Sequence[int] = ()
 
 
 def encode_image(image: ByteArray, kind: str) -> bytes:
@@ -154,8 +159,9 @@ def request_body(images: Sequence[bytes], prompts: Sequence[Mapping[str, Any]], 
 
 def request_fields(prompts: Sequence[Mapping[str, Any]], frames: int | None = None) -> dict[str, Any]:
     """Returns the fields of a request without its images; `frames` is None for images, else those of each video."""
-    version = {"version": VERSION} if frames is None else {"version": VIDEO_VERSION, "frames": frames}
-    return {**version, "prompts": list(prompts)}
+    edits = any("sources" in prompt for prompt in prompts)
+    version = EDIT_VERSION if edits else VERSION if frames is None else VIDEO_VERSION
+    return {"version": version, **({} if frames is None else {"frames": frames}), "prompts": list(prompts)}
 
 
 def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limits: Limits) -> ScoreRequest:
@@ -163,10 +169,11 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
 
     Raises ContractError, or TooMuch for too many images.
     """
-    if (version := fields.get("version")) not in (VERSION, VIDEO_VERSION):
-        raise ContractError(f"version must be {VERSION}, or {VIDEO_VERSION} of videos, got {version!r:.20}")
+    if (version := fields.get("version")) not in (VERSION, VIDEO_VERSION, EDIT_VERSION):
+        known = f"{VERSION}, {VIDEO_VERSION} of videos, or {EDIT_VERSION} of edits"
+        raise ContractError(f"version must be {known}, got {version!r:.20}")
     names = ("version", "prompts") if files is not None else ("version", "images", "prompts")
-    names = (*names, "frames") if version == VIDEO_VERSION else names
+    names = (*names, "frames") if version != VERSION else names
     if unknown := sorted(set(fields) - set(names)):
         raise ContractError(f"the request has {', '.join(names)}; unknown: {', '.join(unknown)[:80]}")
     encoded = files if files is not None else fields.get("images")
@@ -176,14 +183,28 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
         raise TooMuch(f"{len(encoded)} images are more than {limits.images}")
     images = list(files) if files is not None else [_from_base64(index, text) for index, text in enumerate(encoded)]
     prompts, frames = fields.get("prompts"), fields.get("frames", 1)
-    if not isinstance(frames, int) or isinstance(frames, bool) or frames < 1 or len(images) % frames:
-        raise ContractError(f"frames must be an integer that divides the {len(images)} images, got {frames!r:.20}")
-    scored = len(images) // frames
+    sources = _counts(prompts) if version == EDIT_VERSION else []
+    made = len(images) - sum(sources)
+    if not isinstance(frames, int) or isinstance(frames, bool) or frames < 1 or made < 1 or made % frames:
+        raise ContractError(f"frames must be an integer that divides the {made} images to score, got {frames!r:.20}")
+    scored = made // frames
     if not isinstance(prompts, list) or len(prompts) not in (1, scored):
         raise ContractError(f"prompts must be a list of one prompt for all images, or of {scored}, one for each")
+    if sources:
+        prompts = [{name: value for name, value in entry.items() if name != "sources"} for entry in prompts]
     read = [read_prompt(index, entry) for index, entry in enumerate(prompts)]
-    of_videos = frames if version == VIDEO_VERSION else None
-    return ScoreRequest(images, read if len(read) == scored else read * scored, of_videos)
+    of_videos = frames if version == VIDEO_VERSION or "frames" in fields else None
+    return ScoreRequest(images, read if len(read) == scored else read * scored, of_videos, sources)
+
+
+def _counts(prompts: object) -> list[int]:
+    """Returns how many images each prompt of a request edits. Raises ContractError unless all edit one or more."""
+    entries = prompts if isinstance(prompts, list) else []
+    counts = [entry.get("sources") if isinstance(entry, dict) else None for entry in entries]
+    for index, number in enumerate(counts):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ContractError(f"prompts[{index}] must have sources, the number of its images, got {number!r:.20}")
+    return cast("list[int]", counts)
 
 
 def read_prompt(index: int, entry: object) -> Prompt:

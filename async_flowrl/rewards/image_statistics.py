@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.config.error_text import unknown_name
+from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.http_contract import encode_image
 from async_flowrl.types import ByteArray, Prompt
 
@@ -106,6 +107,57 @@ def _moved(before: ByteArray, after: ByteArray) -> float:
     lengths = np.sort(np.linalg.norm(flow.astype(np.float64), axis=-1), axis=None)
     fastest = float(lengths[-max(1, len(lengths) // 20) :].mean())
     return min(1.0, fastest / (6.0 / 256.0 * float(min(first.shape))))
+
+
+# Column of a row: left, top, right and bottom of what an edit may change, in pixels of its first image.
+EDIT_BOX = "edit_box"
+MAX_STRETCH = 1.1  # Most by which the ratio of the sides of a result may differ from that of its source.
+
+
+class EditConsistency:
+    """Scores an edit by 1 - the mean of |result - source| / 255: 1 if nothing has changed, 0 for a negative in colour.
+
+    That is the L1 distance of MagicBrush (arXiv 2306.10012). The source, the prompt's first image, is scaled to the
+    result's size. Pixels in the row's `edit_box` do not count, as PIE-Bench (arXiv 2310.01506) leaves out what an edit
+    is about.
+    """
+
+    sources = True
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ValueError for an `edit_box` that is none, or leaves no pixel of the image."""
+        if prompt.images:
+            _outside(prompt.metadata.get(EDIT_BOX), prompt.images[0].size, prompt.images[0].size)
+
+    def __call__(self, images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray]) -> Sequence[float]:
+        """Raises PromptRefused if the sides of a result have another ratio than those of its source."""
+        import cv2  # installed with rapidocr
+
+        source, (height, width) = np.ascontiguousarray(sources[0]), images.shape[1:3]
+        stretch = (width / height) / (source.shape[1] / source.shape[0])
+        if not 1 / MAX_STRETCH <= stretch <= MAX_STRETCH:
+            sizes = f"a result has {width} × {height} pixels, its source {source.shape[1]} × {source.shape[0]}"
+            raise PromptRefused(f"edit_consistency compares pixels, and {sizes}: give the row a size of its shape")
+        counted = _outside(prompt.metadata.get(EDIT_BOX), (height, width), source.shape[:2])
+        scaled = cv2.resize(source, (width, height), interpolation=cv2.INTER_AREA)
+        distances = [cv2.norm(np.ascontiguousarray(image), scaled, cv2.NORM_L1, counted) for image in images]
+        return [1.0 - distance / (3 * np.count_nonzero(counted)) / 255.0 for distance in distances]
+
+
+def _outside(box: object, size: tuple[int, ...], of_source: tuple[int, ...]) -> ByteArray:
+    """Returns uint8 [H, W] that is 0 in a box in pixels of the source, and 255 elsewhere. Raises ValueError."""
+    mask = np.full(size, 255, dtype=np.uint8)
+    if box is None:
+        return mask
+    corners = np.asarray(box if isinstance(box, list | tuple | np.ndarray) else [])
+    if corners.shape != (4,) or corners.dtype.kind not in "iuf" or (corners[:2] >= corners[2:]).any():
+        raise ValueError(f"{EDIT_BOX} must be four numbers, left, top, right and bottom, got {box!r:.80}")
+    scale = np.array([size[1] / of_source[1], size[0] / of_source[0]] * 2)
+    left, top, right, bottom = np.rint(corners * scale).clip(0).astype(int)
+    mask[top:bottom, left:right] = 0
+    if not mask.any():
+        raise ValueError(f"{EDIT_BOX} {box!r:.80} leaves no pixel of the image")
+    return mask
 
 
 for _reward in (flicker, motion):

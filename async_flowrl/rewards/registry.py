@@ -29,7 +29,9 @@ REWARDS = {
     "colorfulness": "async_flowrl.rewards.image_statistics:colorfulness",
     "flicker": "async_flowrl.rewards.image_statistics:flicker",
     "motion": "async_flowrl.rewards.image_statistics:motion",
+    "edit_consistency": "async_flowrl.rewards.image_statistics:EditConsistency",
     "clip_score": "async_flowrl.rewards.clip:ClipScore",
+    "clip_direction": "async_flowrl.rewards.clip:ClipDirection",
     "pickscore": "async_flowrl.rewards.clip:PickScore",
     "hpsv2": "async_flowrl.rewards.hps:HPSv2",
     "hpsv2.1": "async_flowrl.rewards.hps:HPSv21",
@@ -38,9 +40,9 @@ REWARDS = {
     "vlm_judge": "async_flowrl.rewards.vlm_judge:VLMJudge",
 }
 
-DETERMINISTIC, POINTWISE, VIDEO = "deterministic", "pointwise", "video"
+DETERMINISTIC, POINTWISE, VIDEO, SOURCES = "deterministic", "pointwise", "video", "sources"
 # Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py).
-FLAGS = {DETERMINISTIC: True, POINTWISE: False, VIDEO: False}
+FLAGS = {DETERMINISTIC: True, POINTWISE: False, VIDEO: False, SOURCES: False}
 # Keys of the two sections of terms.
 TRAINED, HELD_OUT = "reward.terms", "evaluate.reward.terms"
 # Names that metrics.jsonl uses itself; also those that begin with `diversity_`.
@@ -118,16 +120,21 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt], section: str 
 
 
 def prompt_check(config: RewardConfig, section: str = TRAINED) -> Callable[[Prompt], None] | None:
-    """Returns a function that raises ValueError for prompts that a term cannot score; None without any `check`."""
-    checking = {key: term for key, term in config.terms.items() if hasattr(resolve_term(key, term, section), "check")}
+    """Returns a function that raises ValueError for prompts that a term cannot score; None if all score any prompt."""
+    resolved = {key: resolve_term(key, term, section) for key, term in config.terms.items()}
+    checking = {
+        key: term
+        for key, term in config.terms.items()
+        if hasattr(resolved[key], "check") or _flag(f"{section}.{key}", resolved[key], SOURCES, term.options)
+    }
     if not checking:
         return None
     reward = CompositeReward(tuple(_build(key, term, section) for key, term in checking.items()), config)
     return lambda prompt: reward.check((prompt,))
 
 
-def check_groups(config: Config, frames: int) -> None:
-    """Raises ValueError for a term that cannot take a group; `frames` are the most that a video has, 1 of images."""
+def check_groups(config: Config, frames: int, sources: int = 0) -> None:
+    """Raises ValueError for a term that cannot take a group of so many frames (images: 1), and sources, at most."""
     for section, terms, images in (
         (TRAINED, config.reward.terms, max(config.group_size, config.evaluate.images_per_prompt)),
         (HELD_OUT, config.evaluate.reward.terms, config.evaluate.images_per_prompt),
@@ -137,7 +144,7 @@ def check_groups(config: Config, frames: int) -> None:
                 built = _build(key, term, section)
                 own = frames if built.video else min(frames, config.reward.frames or frames)
                 try:
-                    cast("Any", built.reward).check_group(images, own)
+                    cast("Any", built.reward).check_group(images, own, *([sources] if built.sources else []))
                 except ValueError as error:
                     raise ValueError(f"{section}.{key}: {error}") from error
 
@@ -159,7 +166,7 @@ def _build(key: str, term: RewardTerm, section: str = TRAINED) -> Term:
                 raise ValueError(f"{where}: {flag} must be said at the class itself, its instance says something else")
     else:
         built = functools.partial(attribute, **term.options) if term.options else attribute
-    flags = {flag: _flag(where, attribute, flag, term.options) for flag in (POINTWISE, VIDEO)}
+    flags = {flag: _flag(where, attribute, flag, term.options) for flag in (POINTWISE, VIDEO, SOURCES)}
     return Term(key, term.weight, cast("Reward", built), required=term.required, **flags)
 
 
@@ -183,8 +190,9 @@ def resolve_term(key: str, term: RewardTerm, section: str = TRAINED) -> Callable
         raise ValueError(f"{where}: {name} must be a function or a class, got {type(attribute).__name__}")
     if term.options and not (inspect.isclass(attribute) or inspect.isroutine(attribute)):
         raise ValueError(f"{where}.options: an object already built takes no options; name its class instead")
-    check_options(f"{where}.options", attribute, term.options, first=0 if inspect.isclass(attribute) else 2)
     is_class = inspect.isclass(attribute)
+    sources = [None] if _flag(where, attribute, SOURCES, term.options) else []
+    check_options(f"{where}.options", attribute, term.options, first=0 if is_class else 2 + len(sources))
     if is_class:
         if not any("__call__" in vars(kind) for kind in attribute.__mro__):
             raise ValueError(f"{where}: {name} must have a method __call__(self, images, prompt)")
@@ -195,12 +203,13 @@ def resolve_term(key: str, term: RewardTerm, section: str = TRAINED) -> Callable
             raise ValueError(f"{where}: {name} cannot be built with the options given ({names}): {error}") from error
     try:
         if is_class:
-            inspect.signature(attribute.__call__).bind(None, None, None)
+            inspect.signature(attribute.__call__).bind(None, None, None, *sources)
         else:
-            inspect.signature(attribute).bind(None, None, **term.options)
+            inspect.signature(attribute).bind(None, None, *sources, **term.options)
     except TypeError as error:
         first = "image" if _flag(where, attribute, POINTWISE) else "images"
-        raise ValueError(f"{where}: {name} cannot be called with ({first}, prompt): {error}") from error
+        last = ", sources" if sources else ""
+        raise ValueError(f"{where}: {name} cannot be called with ({first}, prompt{last}): {error}") from error
     return cast("Callable[..., Any]", attribute)
 
 

@@ -1,6 +1,6 @@
 """The reward `vlm_judge`: scores by a vision-language model at an OpenAI-compatible endpoint (vLLM, OpenAI, ...).
 
-It asks one question per image, or one per group, and reads a number from the answer in one of three ways (`mode`).
+It asks one question per image, or one per group, and reads a number from the answer in one of four ways (`mode`).
 docs/rewards/vlm_judge.md has all options, the scales, the costs and the ways in which a policy can exploit a judge.
 An unreadable reply raises JudgeError instead of scoring 0, because a broken judge must not look like a bad image.
 """
@@ -8,6 +8,7 @@ An unreadable reply raises JudgeError instead of scoring 0, because a broken jud
 import asyncio
 import base64
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -20,6 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple, cast
+
+import numpy as np
+from PIL import Image
 
 from async_flowrl.config.error_text import shortened, unknown_name
 from async_flowrl.config.paths import expanded
@@ -39,7 +43,7 @@ from async_flowrl.types import ByteArray, Prompt, Requests
 
 logger = logging.getLogger(__name__)
 
-SCORE, TRANSCRIBE, PROBABILITIES = "score", "transcribe", "probabilities"
+SCORE, TRANSCRIBE, PROBABILITIES, EDIT = "score", "transcribe", "probabilities", "edit"
 # Mode → default question; the names in braces are replaced (PLACEHOLDERS).
 TEMPLATES = {
     SCORE: "The image was made for this prompt:\n{prompt}\n\nHow well does it show what the prompt asks for? "
@@ -47,7 +51,15 @@ TEMPLATES = {
     TRANSCRIBE: "Write down all the text that this image shows, and nothing else.",
     PROBABILITIES: "The image was made for this prompt:\n{prompt}\n\nDoes it show what the prompt asks for? "
     "Answer with one of: {answers}.",
+    # The rubric of EditScore (arXiv 2509.23909, appendix M), which asks for the third number in a request of its own.
+    EDIT: "The last of these {count} images is an edit of those before it, by this instruction:\n{prompt}\n\nGive "
+    "three numbers from {min} to {max}. First, success: {min} if the last image does not follow the instruction at "
+    "all, {max} if it follows it perfectly. Second, restraint: {min} if it is completely different from the original, "
+    "{max} if nothing has changed but what the instruction asks for. Third, quality: {min} if it looks unnatural or is "
+    'full of artefacts, {max} if it looks natural. Answer with JSON only, {"scores": [success, restraint, quality]}.',
 }
+# What the numbers are called beside the score.
+OF_EDIT = ("success", "restraint", "quality")
 GROUP_TEMPLATE = (
     "These {count} images were made for one prompt:\n{prompt}\n\nHow well does each show what the prompt asks for? "
     'Answer with JSON only, {"scores": [NUMBER, ...]}, one number per image in their order, from {min} (not at all) to '
@@ -58,8 +70,13 @@ OF_VIDEOS = {
     "The image was made": "These {count} images are frames, in their order, of a video that was made",
     "this image shows": "this video shows, of which these {count} images are frames",
 }
+# The same where the images before the last one are those that were edited.
+OF_EDITS = {
+    "The image was made": "The last of these {count} images was made from those before it,",
+    "this image shows": "the last of these {count} images shows",
+}
 # Mode → default limit of the tokens of an answer.
-MAX_TOKENS = {SCORE: 256, TRANSCRIBE: 512, PROBABILITIES: 4}
+MAX_TOKENS = {SCORE: 256, TRANSCRIBE: 512, PROBABILITIES: 4, EDIT: 256}
 ONE_BY_ONE, GROUP = "one_by_one", "group"
 PLACEHOLDERS = ("prompt", "target", "min", "max", "answers", "count")
 MAX_REPLY_BYTES = 4 * 2**20
@@ -83,6 +100,21 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 # One image's score under `score`, and the extras that are logged beside it.
 Verdict = dict[str, float | str]
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image uint8 [H, W, 3] of questions, which may be in several."""
+
+    pixels: ByteArray
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.pixels.shape).encode() + self.pixels.tobytes()).hexdigest()
+
+    @functools.cached_property
+    def url(self) -> str:
+        return "data:image/png;base64," + base64.b64encode(encode_image(self.pixels, "png")).decode()
 
 
 class JudgeError(ContractError):
@@ -205,7 +237,8 @@ class VLMJudge:
     `mode`: `score` reads JSON with a number within `range`, scaled to 0 .. 1 by `normalise`, or the number after
     `after`; `transcribe` compares the text that the judge reads with `prompt.target`, as the reward `ocr` does;
     `probabilities` is the expected value of `answers` by their probabilities as first token, which together must reach
-    `min_mass`. docs/rewards/vlm_judge.md explains all options.
+    `min_mass`; `edit` is sqrt(min(success, restraint) * quality) (EditScore, arXiv 2509.23909). With `sources` a
+    question shows the images that the prompt edits before each image. docs/rewards/vlm_judge.md explains all options.
     """
 
     base_url: str | Sequence[str] | None = None
@@ -233,6 +266,7 @@ class VLMJudge:
     concurrency: int = 32
     cache: str | None = None
     video: bool = False
+    sources: bool = False
     frames: int = 8
 
     deterministic: ClassVar[bool] = False
@@ -248,10 +282,14 @@ class VLMJudge:
         self._group = self.images == GROUP
         if self._group and self.video:
             raise ValueError("the vlm_judge reward's video=true asks about one video at a time: leave images=group out")
+        if self.sources and (self._group or self.video):
+            raise ValueError("the vlm_judge reward's sources=true asks about one image: leave images and video out")
+        if self.mode == EDIT and not self.sources:
+            raise ValueError("the vlm_judge reward's mode=edit compares with what was edited: it needs sources=true")
         self._template = self.prompt_template or (GROUP_TEMPLATE if self._group else TEMPLATES[self.mode])
-        if self.video and self.prompt_template is None:
-            for of_image, of_video in OF_VIDEOS.items():
-                self._template = self._template.replace(of_image, of_video)
+        if self.prompt_template is None:
+            for of_image, of_these in ((self.video and OF_VIDEOS) or (self.sources and OF_EDITS) or {}).items():
+                self._template = self._template.replace(of_image, of_these)
         self._needs_target = "target" in _placeholders(self._template, self.mode) or self.mode == TRANSCRIBE
         self._values, self._bounds = _answers(self.answers), _rising(self.range)
         self._endpoint = Endpoint(_urls(self.base_url), vars(self), reply_bytes=MAX_REPLY_BYTES, token="api_key_env")
@@ -278,12 +316,14 @@ class VLMJudge:
         if self._cache is None:
             self._cache = ReplyCache(folder / "judge_cache")
 
-    async def __call__(self, images: ByteArray, prompt: Prompt) -> list[Verdict]:
+    async def __call__(self, images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray] = ()) -> list[Verdict]:
         """Returns score and extras per image. Raises ServerError once all calls have ended; good replies are kept."""
         self.check(prompt)
-        calls = [list(images)] if self._group else [[image] for image in images]
+        before = [Picture(at_most(source, max(images.shape[1:3]))) for source in sources]
+        shown = [images] if self._group else images[:, None]
         if self.video:
-            calls = [list(video[spaced_frames(len(video), self.frames)]) for video in images]
+            shown = [video[spaced_frames(len(video), self.frames)] for video in images]
+        calls = [[*before, *map(Picture, each)] for each in shown]
         keys = [self._key(prompt, call) for call in calls]
         distinct = dict(zip(keys, calls, strict=True))
         if self._cache is not None:
@@ -299,11 +339,11 @@ class VLMJudge:
             raise failures[0]
         return [verdict for key in keys for verdict in cast("list[Verdict]", results[key])]
 
-    async def _judged(self, key: bytes, images: list[ByteArray], prompt: Prompt) -> list[Verdict]:
+    async def _judged(self, key: bytes, images: list[Picture], prompt: Prompt) -> list[Verdict]:
         kept = None if self._cache is None else self._cache.get(key)
         if kept is not None:
             return self._verdicts(kept, len(images) if self._group else 1, prompt, cached=True)
-        body = dumps(self._body(prompt, [png_url(image) for image in images]))
+        body = dumps(self._body(prompt, [image.url for image in images]))
 
         def read(content: bytes) -> tuple[Answer, list[Verdict]]:
             answer = Answer.of(content)
@@ -327,10 +367,16 @@ class VLMJudge:
             by_name = {"p." + re.sub(r"[^\w.-]", "_", name): p for name, p in probabilities.items()}
             return [extras | {"score": score} | by_name]
         low, high = self._bounds
+        if self.mode == EDIT:
+            answered = _scores_in(answer, len(OF_EDIT), self._bounds, several=True)
+            success, restraint, quality = shares = [(score - low) / (high - low) for score in answered]
+            score = math.sqrt(min(success, restraint) * quality)
+            own = dict(zip(OF_EDIT, shares, strict=True))
+            return [extras | own | {"score": score if self.normalise else low + (high - low) * score}]
         if self.after is not None:
             scores = [_score_after(answer, self.after, self._bounds)]
         else:
-            scores = _scores_in(answer, count, self._bounds, group=self._group)
+            scores = _scores_in(answer, count, self._bounds, several=self._group)
         return [extras | {"score": (score - low) / (high - low) if self.normalise else score} for score in scores]
 
     def _body(self, prompt: Prompt, urls: Sequence[str]) -> dict[str, Any]:
@@ -346,14 +392,14 @@ class VLMJudge:
         }
         if self.mode == PROBABILITIES:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        if self.mode == SCORE and self.structured and self.after is None:
+        if self.mode in (SCORE, EDIT) and self.structured and self.after is None:
             body["response_format"] = self._format(len(urls))
         return {name: value for name, value in (body | dict(self.extra_body)).items() if value is not None}
 
-    def _key(self, prompt: Prompt, images: Sequence[ByteArray]) -> bytes:
+    def _key(self, prompt: Prompt, images: Sequence[Picture]) -> bytes:
         """Returns a 32-byte hash that is equal for the same question of the same term about the same images."""
-        digests = [hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest() for image in images]
-        question = json.dumps([self._term, self.version, self._body(prompt, digests)], sort_keys=True)
+        body = self._body(prompt, [image.digest for image in images])
+        question = json.dumps([self._term, self.version, body], sort_keys=True)
         return hashlib.sha256(question.encode()).digest()
 
     def _filled(self, prompt: Prompt, count: int) -> str:
@@ -369,14 +415,18 @@ class VLMJudge:
 
     def _format(self, count: int) -> dict[str, Any]:
         number = {"type": "number", "minimum": self._bounds[0], "maximum": self._bounds[1]}
+        count = len(OF_EDIT) if self.mode == EDIT else count
         several = {"type": "array", "items": number, "minItems": count, "maxItems": count}
-        name, kind = ("scores", several) if self._group else ("score", number)
+        name, kind = ("scores", several) if self._group or self.mode == EDIT else ("score", number)
         schema = {"type": "object", "properties": {name: kind}, "required": [name], "additionalProperties": False}
         return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
 
-def png_url(image: ByteArray) -> str:
-    return "data:image/png;base64," + base64.b64encode(encode_image(image, "png")).decode()
+def at_most(image: ByteArray, side: int) -> ByteArray:
+    """Returns an image with its longer side reduced to `side` pixels, so that a question does not grow with it."""
+    picture = Image.fromarray(image)
+    picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return np.asarray(picture)
 
 
 def _urls(option: str | Sequence[str] | None) -> list[str]:
@@ -433,8 +483,8 @@ def _answers(option: Mapping[Any, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in answers.items()}
 
 
-def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group: bool) -> list[float]:
-    """Returns `count` numbers within `bounds`, read from JSON: {"scores": [...]} for a group, else {"score": x} or x.
+def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, several: bool) -> list[float]:
+    """Returns `count` numbers within `bounds`, read from JSON: {"scores": [...]} for several, else {"score": x} or x.
 
     Raises JudgeError otherwise, also for a bare number that was cut off: "1" may be the beginning of "10".
     """
@@ -445,16 +495,16 @@ def _scores_in(answer: Answer, count: int, bounds: tuple[float, float], *, group
         cut = ", cut off at max_tokens" if answer.cut else ""
         text = answer.text.strip()
         around = "</think>" in text or ('"score"' in text and text[:1] + text[-1:] != "{}")
-        hint = "; after='\"score\":' would read the number within other text" if around and not (cut or group) else ""
+        hint = "; after='\"score\":' would read the number within other text" if around and not (cut or several) else ""
         raise JudgeError(f"the judge's answer is no JSON{cut}: {_short(answer.text)}{hint}") from None
     if answer.cut and not isinstance(parsed, dict | list):
         raise JudgeError(f"the judge's answer is a number cut off at max_tokens: {_short(answer.text)}")
-    key = "scores" if group else "score"
+    key = "scores" if several else "score"
     if isinstance(parsed, dict):
         if key not in parsed:
             raise JudgeError(f"the judge's answer has no {key!r}: {_short(answer.text)}")
         parsed = parsed[key]
-    values = parsed if group else [parsed]
+    values = parsed if several else [parsed]
     if not isinstance(values, list) or len(values) != count:
         raise JudgeError(f"the judge was asked for {count} scores and answered {_short(answer.text)}")
     return [_bounded(value, bounds) for value in values]

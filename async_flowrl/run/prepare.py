@@ -126,8 +126,9 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
                 except ValueError as error:
                     raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
         sizes = allowed_sizes(model, config, data)
-        check_groups(config, max(frames_of(size) or 1 for size in sizes))
-        shapes = shapes_of(model, sizes[-1], max(data.train.most_images, data.evaluation.most_images))
+        most_images = max(data.train.most_images, data.evaluation.most_images)
+        check_groups(config, max(frames_of(size) or 1 for size in sizes), most_images)
+        shapes = shapes_of(model, sizes[-1], most_images)
         baseline = baseline_sampling(config, model.family)
         check_loading(config, model, data, baseline, whole=whole)
     except (ValueError, OSError) as error:

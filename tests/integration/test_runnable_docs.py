@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_rules
 
 from async_flowrl import __main__ as verbs
 from tests.support.examples import ROOT, Command, commands
@@ -42,7 +43,12 @@ def test_pages_have_runnable_blocks_and_each_mark_has_its_block() -> None:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A working directory from which modules can be imported, and none of whose modules is left behind."""
+    """A working directory from which modules can be imported, and none of whose modules is left behind.
+
+    Images that are edited have a 16th of the tokens.
+    """
+    monkeypatch.setattr(stock_rules, "VAE_IMAGE_SIZE", 256**2)
+    monkeypatch.setattr(stock_rules, "CONDITION_IMAGE_SIZE", 112**2)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     known = set(sys.modules)

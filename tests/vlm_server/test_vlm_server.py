@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from async_flowrl.rewards.endpoint import ServerError
-from async_flowrl.rewards.vlm_judge import VLMJudge, png_url
+from async_flowrl.rewards.vlm_judge import Picture, VLMJudge
 from async_flowrl.types import Prompt
 from separation.program import Program
 from tests.integration.left_behind import left_behind
@@ -95,7 +95,7 @@ def test_the_score_is_the_expectation_of_the_models_probabilities(url: str) -> N
     results = ask(VLMJudge(url, "tiny", "probabilities", **options))
     for image, result in zip(IMAGES, results, strict=True):
         parts = [
-            {"type": "image_url", "image_url": {"url": png_url(image)}},
+            {"type": "image_url", "image_url": {"url": Picture(image).url}},
             {"type": "text", "text": question.replace("{prompt}", PROMPT.text)},
         ]
         _, (log_probs, *_) = vlm.generate([{"role": "user", "content": parts}], 1, bias)

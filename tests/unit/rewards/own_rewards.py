@@ -137,3 +137,28 @@ motion.video = True  # type: ignore[attr-defined]
 def named_by_option(images: ByteArray, prompt: Prompt, video: str = "") -> list[float]:
     """An option of the name of a flag, which it is not."""
     return [float(len(video))] * len(images)
+
+
+seen: list[Sequence[ByteArray]] = []
+
+
+def near_its_source(images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray], bonus: float = 0.0) -> list[float]:
+    seen.append(sources)
+    return [bonus - abs(float(image[0, 0, 0]) - float(sources[-1][0, 0, 0])) for image in images]
+
+
+class OneNearItsSource:
+    pointwise = sources = True
+
+    async def __call__(self, image: ByteArray, prompt: Prompt, sources: Sequence[ByteArray]) -> float:
+        return near_its_source(image[None], prompt, sources)[0]
+
+
+near_its_source.sources = True  # type: ignore[attr-defined]
+
+
+def takes_no_sources(images: ByteArray, prompt: Prompt) -> list[float]:
+    return [0.0] * len(images)
+
+
+takes_no_sources.sources = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tests of PickScore on a tiny random CLIP: the formula, chunks, and refusals."""
+"""Tests of PickScore and of the CLIP direction on a tiny random CLIP: the formulas, chunks, and refusals."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
 
 from async_flowrl.policies.tiny import clip_tokenizer
-from async_flowrl.rewards.clip import PickScore
+from async_flowrl.rewards.clip import ClipDirection, PickScore
 from async_flowrl.types import Prompt
 
 PROMPT = Prompt(0, "a red fox, and then a very long line of words that no CLIP takes in whole when it counts letters")
@@ -39,6 +39,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pictures(n: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (n, 32, 32, 3)).astype(np.uint8)
+
+
+def test_the_direction_is_the_cosine_of_two_differences(folder: Path) -> None:
+    images, captions = pictures(4), {"original_prompt": "a red fox", "edited_prompt": "a blue fox in snow"}
+    prompt, reward = Prompt(0, "make it blue", metadata=captions), ClipDirection(str(folder), batch_size=2)
+    scores = reward(images[1:], prompt, [images[0], images[1]])
+    model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
+    inputs = processor(text=list(captions.values()), images=list(images), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        out = model(**inputs)
+    direction = out.text_embeds[1] - out.text_embeds[0]
+    expected = torch.nn.functional.cosine_similarity(out.image_embeds[1:] - out.image_embeds[0], direction[None])
+    assert scores == pytest.approx(expected.tolist(), abs=1e-4) and len(set(scores)) == 3
+    assert reward(images[:1], prompt, [images[0]]) == [0.0], "nothing has changed"
+    wrong: list[dict[str, object]] = [
+        {},
+        {"original_prompt": "a"},
+        {**captions, "edited_prompt": 3},
+        {**captions, "edited_prompt": "a red fox"},
+    ]
+    for metadata in wrong:
+        with pytest.raises(ValueError, match=r"'make it blue'"):
+            reward.check(Prompt(0, "make it blue", metadata=metadata))
 
 
 def test_the_score_is_the_scaled_cosine_of_image_and_text(folder: Path) -> None:

@@ -13,6 +13,7 @@ from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.data.load import load_data
 from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards
+from async_flowrl.types import Prompt
 
 GROUPS = sorted(path.stem for path in (config_dir() / "reward").glob("*.yaml"))
 
@@ -31,7 +32,12 @@ def composed(*overrides: str, reward: str = "color", data: str = "two_prompts") 
 @pytest.mark.parametrize("group", GROUPS)
 def test_reward_groups_build(group: str) -> None:
     config = composed(reward=group, data="ocr" if "ocr" in group else "two_prompts")
-    assert build_reward(config.reward).weights
+    reward = build_reward(config.reward)
+    assert reward.weights
+    if any(term.sources for term in reward.terms):
+        with pytest.raises(ValueError, match="has no image that it edits"):
+            check_prompts(config.reward, [Prompt(0, "make it red")])
+        return
     needs_target = check_rewards(config.reward)
     data = load_data(config.data, needs_target=needs_target, base=config_dir())
     for prompts in (data.train, data.evaluation):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_flowrl.rewards.ocr import text_score
-from async_flowrl.rewards.vlm_judge import VLMJudge, png_url
+from async_flowrl.rewards.vlm_judge import Picture, VLMJudge
 from async_flowrl.types import Prompt
 from tests.support.tiny_judge import NAME, TinyVLM, tiny_judge
 
@@ -33,7 +33,7 @@ def ask(reward: VLMJudge) -> list[dict[str, Any]]:
 
 
 def messages(question: str, image: Any) -> list[dict[str, Any]]:
-    picture = {"type": "image_url", "image_url": {"url": png_url(image)}}
+    picture = {"type": "image_url", "image_url": {"url": Picture(image).url}}
     return [{"role": "user", "content": [picture, {"type": "text", "text": question}]}]
 
 
