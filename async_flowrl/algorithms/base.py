@@ -38,6 +38,7 @@ class Prediction(TypedDict, total=False):
     - `mean` [B, ...] and `std` [B] float32 of the Gaussian distribution of the next latents
     - `velocity` [B, ...] float32 of the network at `noised`, with guidance
     - `noised` [B, ...] float32: final latents, mixed with new noise to the noise level of the row
+    - `noise` [B, ...] float32: that noise
     - `error` [B] float64: flow-matching loss of the row; `deviation` [B] the same with absolute values, no gradient
 
     An algorithm of your own that needs other tensors returns a subclass.
@@ -48,6 +49,7 @@ class Prediction(TypedDict, total=False):
     std: Tensor
     velocity: Tensor
     noised: Tensor
+    noise: Tensor
     error: Tensor
     deviation: Tensor
 
@@ -74,6 +76,8 @@ class MicroBatch:
     - `group_seeds` [B]: one per row, the same for all images of the group at a level
     - `age`: staleness of the images, training step minus the version that made them
     - `group_means` [B, K] float64: means of `group_terms` over the group at the row's level; None if there are none
+    - `score`: final latents [B, ...] float32 → their reward [B], with its gradient, for algorithms with
+      `differentiates_reward`; None for others
     """
 
     latents: Tensor
@@ -89,6 +93,7 @@ class MicroBatch:
     age: int
     group_seeds: tuple[int, ...] = ()
     group_means: Tensor | None = None
+    score: Callable[[Tensor], Tensor] | None = None
 
 
 class LossOutput(NamedTuple):
@@ -114,6 +119,8 @@ class Algorithm(Protocol):
     - `group_terms(batch, current, frozen)`, optional: [B, K] float64 per row, without gradients, whose means over the
       whole group at each level `loss` gets as `batch.group_means`, on any number of ranks. `frozen` has `reference` and
       `average`. A group that is cut into parts costs one more forward pass of each prediction.
+    - `differentiates_reward`, optional: True if `loss` takes the gradient of `MicroBatch.score`; all rewards must then
+      be differentiable. Such an algorithm is the only one that trains groups of one image.
     - `moved(batch, before, after)`, optional: the KL divergence [B] float64, in nats over all latent elements, from the
       denoising step predicted `before` to that predicted `after`. `algorithm.max_kl_per_update` needs it.
     """
@@ -159,6 +166,10 @@ def keeps_proximal(algorithm: Algorithm) -> bool:
     Those are the behaviour predictions of images that these weights made.
     """
     return not {"proximal", "behaviour"}.isdisjoint(algorithm.needs)
+
+
+def differentiates_reward(algorithm: Algorithm) -> bool:
+    return bool(getattr(algorithm, "differentiates_reward", False))
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ class FinalImages(GroupAdvantages, ABC):
 
     name = ""
     records = "final"
-    # Some of velocity, noised, error and deviation (see base.Prediction).
+    # Some of velocity, noised, noise, error and deviation (see base.Prediction).
     predicts: Collection[str] = ("velocity", "noised")
     # Predictions besides `current` that the objective uses.
     uses: Collection[str] = ()
@@ -52,7 +52,7 @@ class FinalImages(GroupAdvantages, ABC):
         """Returns the tensors named in `predicts`, at x_s = `noised`, which is made with noise from `seeds`."""
         noise, noised = draw(batch, self.seeds(batch))
         predicted = velocity(noised, batch.sigma)
-        tensors: Prediction = {"velocity": predicted, "noised": noised}
+        tensors: Prediction = {"velocity": predicted, "noised": noised, "noise": noise}
         if "error" in self.predicts:
             difference = predicted.double() - (noise - batch.latents.float()).double()
             tensors["error"] = mean_over_latent(difference.square())

@@ -12,10 +12,11 @@ from typing import Any, cast
 from torch import Tensor
 
 from async_flowrl.algorithms.awm import AWM
-from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.base import Algorithm, differentiates_reward
 from async_flowrl.algorithms.crd import CRD
 from async_flowrl.algorithms.dgpo import DGPO
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
+from async_flowrl.algorithms.direct_align import DirectAlign
 from async_flowrl.algorithms.dpo import DPO
 from async_flowrl.algorithms.ema import SAMPLED_FROM_AVERAGE
 from async_flowrl.algorithms.flow_grpo import DanceGRPO, FlowDPPO, FlowGRPO, GRPOGuard, MixGRPO
@@ -36,7 +37,20 @@ from async_flowrl.config.schema import AlgorithmConfig, Config
 
 BUILT_IN: dict[str, type] = {
     cls.name: cls
-    for cls in (FlowGRPO, DanceGRPO, MixGRPO, GRPOGuard, FlowDPPO, DiffusionNFT, DPO, AWM, VGRPO, DGPO, CRD)
+    for cls in (
+        FlowGRPO,
+        DanceGRPO,
+        MixGRPO,
+        GRPOGuard,
+        FlowDPPO,
+        DiffusionNFT,
+        DPO,
+        AWM,
+        VGRPO,
+        DGPO,
+        CRD,
+        DirectAlign,
+    )
 }
 MEMBERS = ("name", "records", "needs", "vanishes_at_zero", "group_local", "predicts",
            "reads", "advantages", "select", "predict", "loss")  # fmt: skip
@@ -215,6 +229,8 @@ def _check_run(algorithm: Algorithm, run: Config) -> None:
         raise ValueError(
             f"algorithm.combine=gdpo needs all rewards of a group: reward.terms.{optional[0]}.required=true"
         )
+    if run.group_size == 1 and not differentiates_reward(algorithm):
+        raise ValueError(f"{algorithm.name} compares the images of a group: group_size must be at least 2, got 1")
     levels, forward = rows_per_image(run.algorithm, run.rollout.num_inference_steps), run.trainer.timesteps_per_forward
     joins = getattr(algorithm, "joins_levels", False) and run.trainer.updates_per_batch > 1
     if joins and forward not in (None, levels):
@@ -261,8 +277,11 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("timestep_range", "timestep_stratified"), FINAL),
     "clip_range": (*NOISY, "awm", "vgrpo", "dgpo"),
-    "kl_coef": (*NOISY, "diffusion_nft", "awm", "vgrpo", "dgpo", "crd"),
-    "adv_clip_max": (*(name for name in BUILT_IN if name not in ("flow_dppo", "dpo")),),
+    "kl_coef": (*NOISY, "diffusion_nft", "awm", "vgrpo", "dgpo", "crd", "direct_align"),
+    **dict.fromkeys(
+        ("global_std", "normalise", "combine", "permute_advantages"), tuple(n for n in BUILT_IN if n != "direct_align")
+    ),
+    "adv_clip_max": (*(name for name in BUILT_IN if name not in ("flow_dppo", "dpo", "direct_align")),),
     "adv_clip": ("awm", "vgrpo", "dgpo"),
     "beta": ("diffusion_nft", "dpo", "dgpo", "crd"),
     "advantage_mode": ("diffusion_nft",),
@@ -273,7 +292,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "anchor": ("dgpo", "crd"),
     **dict.fromkeys(("teachers", "teacher_coef", "policy_coef"), tuple(name for name in BUILT_IN if name != "dpo")),
     "reference_every": tuple(name for name in BUILT_IN if name != "vgrpo"),
-    "reference_cfg_scale": ("diffusion_nft", "dpo", "awm", "dgpo", "crd"),
+    "reference_cfg_scale": ("diffusion_nft", "dpo", "awm", "dgpo", "crd", "direct_align"),
 }
 # Field → another value than its default that says no more than that it has no effect.
 SAYS_NOTHING = {"sde_type": "ode", "correction": "none", "kl_probe_images": 0}

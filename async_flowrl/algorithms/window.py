@@ -14,7 +14,7 @@ from async_flowrl.config.schema import AlgorithmConfig
 from async_flowrl.seeds import derive
 
 # Built-in algorithms that train on final images; their denoising steps add no noise.
-FINAL_ALGORITHMS = ("diffusion_nft", "dpo", "awm", "vgrpo", "dgpo", "crd")
+FINAL_ALGORITHMS = ("diffusion_nft", "dpo", "awm", "vgrpo", "dgpo", "crd", "direct_align")
 
 
 class Window(NamedTuple):

@@ -728,7 +728,7 @@ class Config:
     """Passes over the training prompts after which the run ends, unless total_steps ends it before; null = no limit."""
     prompts_per_step: int = setting(2, at_least=1)
     """Prompts per training step, one group of images each."""
-    group_size: int = setting(16, at_least=2)
+    group_size: int = setting(16, at_least=1)
     """Images per prompt: their rewards are compared with each other."""
     ticket_size: int | None = setting(None, at_least=1, changes=ROUNDING)
     """Images per ticket, the work that a rollout worker gets at a time; must divide group_size; null = group_size."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.base import Algorithm, differentiates_reward
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import make_again
@@ -77,6 +77,7 @@ def _meta(ctx: Context, algorithm: Algorithm, tickets: list[Ticket], advantages:
         seeds=tuple(ctx.requests.image_seed("row", first.step, first.group, i) for i in range(config.group_size)),
         negative=ctx.requests.prompt(first).negative_wording(config.rollout.negative_prompt),
         sampling=ctx.requests.sampling(first),
+        prompt=ctx.requests.prompt(first) if differentiates_reward(algorithm) else None,
         teacher=teacher_of(config.algorithm.teachers, ctx.requests.prompt(first)),
     )
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from async_flowrl.algorithms.base import differentiates_reward
 from async_flowrl.algorithms.ema import kept_vectors
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.schema import Config
@@ -21,7 +22,8 @@ from async_flowrl.memory.rehearsed import (
     sampling_bytes,
     training_peak,
 )
-from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes
+from async_flowrl.rewards.registry import memory_gib
+from async_flowrl.tickets.arithmetic import SENT_VERSIONS, stored_bytes, ticket_bytes, trained_steps
 from checkpoint_engine.side_stream import pinned_bytes
 
 GIB = 2**30
@@ -127,7 +129,17 @@ def planned_trainer(config: Config, *, lasting: bool = False) -> Footprint:
     model, passing = model_sizes(config), 0
     if not lasting:
         passing = max(0, training_peak(config) - trainer_footprint(alone(config), model).resident)
-    return trainer_footprint(config, model, passing)
+    held = trainer_footprint(config, model, passing)
+    return Footprint({**held.parts, **reward_parts(config)})
+
+
+def reward_parts(config: Config) -> dict[str, int]:
+    """Returns name of a part → bytes of the rewards whose gradient a trainer rank takes, as far as they state them."""
+    if not differentiates_reward(build_algorithm(config)):
+        return {}
+    rows = config.trainer.micro_batch_size * (config.trainer.timesteps_per_forward or trained_steps(config))
+    gib = {name: memory_gib(name, term, differentiated=rows) for name, term in config.reward.terms.items()}
+    return {f"reward {name}": round(each * GIB) for name, each in gib.items() if each is not None}
 
 
 def planned_rollout(config: Config, *, lasting: bool = False) -> Footprint:

@@ -106,6 +106,10 @@ class Policy(ABC):
         With a size that has frames they are videos, [n, frames, H, W, 3].
         """
 
+    def pixels(self, latents: Tensor, resolution: Resolution) -> Tensor:
+        """Returns the images of final latents before rounding, float32 [n, 3, H, W] in 0 .. 1, with their gradient."""
+        raise NotImplementedError
+
 
 class PolicyFamily(ABC):
     """A model family: loads its models and answers questions about them. It is constructed without arguments.
@@ -131,9 +135,9 @@ class PolicyFamily(ABC):
 
         `parts` says what is loaded: "all" (transformer, text encoders, VAE), "offload" (all, text encoders in host
         memory), "cached" (all but the text encoders), "text" (only text encoders; the transformer has no weights),
-        "transformer", or "structure" (the transformer on the meta device, whose weights the FSDP ranks fill in later).
-        Rollout workers use the first four, the trainer the last two. `max_sequence_length` is the longest prompt in
-        tokens; None means the default of the diffusers pipeline.
+        "vae" (only the VAE; the same), "transformer", or "structure" (the transformer on the meta device, whose weights
+        the FSDP ranks fill in later). Rollout workers use the first four, the trainer the last three.
+        `max_sequence_length` is the longest prompt in tokens; None means the default of the diffusers pipeline.
         """
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> Policy:

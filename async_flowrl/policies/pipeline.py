@@ -378,14 +378,23 @@ class PipelinePolicy(Policy):
     @torch.no_grad()
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns images rounded as by diffusers' image processor."""
+        images = self._processed(latents, resolution)
+        return over_white((images.movedim(-3, -1).float() * 255).round().to(torch.uint8))
+
+    def pixels(self, latents: Tensor, resolution: Resolution) -> Tensor:
+        images = self._processed(latents, resolution).float()
+        color, alpha = images[:, :3], images[:, 3:]
+        return color * alpha + 1.0 - alpha if alpha.shape[1] else color
+
+    def _processed(self, latents: Tensor, resolution: Resolution) -> Tensor:
+        # Images [n, C, H, W], videos [n, frames, C, H, W], in 0 .. 1.
         pipeline = self.whole("decode images")
         decoded = self._decoded(pipeline, latents, resolution)
         # Videos are [n, 3, frames, H, W]; their frames are processed as images.
         frames = decoded.movedim(2, 1).flatten(0, 1) if decoded.ndim == 5 else decoded
         processor = getattr(pipeline, "video_processor", None) or pipeline.image_processor
-        images = processor.postprocess(frames, output_type="pt")
-        pixels = over_white((images.permute(0, 2, 3, 1).float() * 255).round().to(torch.uint8))
-        return pixels.reshape(len(decoded), -1, *pixels.shape[1:]) if decoded.ndim == 5 else pixels
+        images: Tensor = processor.postprocess(frames, output_type="pt")
+        return images.reshape(len(decoded), -1, *images.shape[1:]) if decoded.ndim == 5 else images
 
     def decode_by_parts(self, *, images: bool, tiles: bool) -> None:
         """Makes the VAE decode one image, or large images in overlapping tiles, at a time, to save memory.

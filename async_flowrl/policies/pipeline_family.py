@@ -67,19 +67,20 @@ class PipelineFamily(PolicyFamily):
         with quiet():
             if parts in ("all", "offload", "cached"):
                 if parts == "cached":
-                    options |= dict.fromkeys(inspect.signature(stock).parameters.keys() & set(TEXT_ENCODERS))
+                    options |= dict.fromkeys(_text_encoders(stock))
                 if (quantized := quantizer.loaded(lambda: self.structure(path, dtype, revision), device)) is not None:
                     options |= self.components(quantized)
                 pipeline = load_whole(
                     stock, path, device, text_on_host=parts == "offload", quantizer=quantizer, **options
                 )
                 return self.around(pipeline, dtype, max_sequence_length=max_sequence_length)
-            if parts in ("structure", "text"):
+            if parts in ("structure", "text", "vae"):
                 transformer: Any = quantizer.quantized(self.structure(path, dtype, revision))
-                if parts == "text":
+                if stock:
                     networks = self.components(transformer)
                     # The VAE, too, encodes images that are edited.
-                    options |= dict.fromkeys([*networks, *([] if self.policy.images[1] else ["vae"])])
+                    others = _text_encoders(stock) if parts == "vae" else [] if self.policy.images[1] else ["vae"]
+                    options |= dict.fromkeys([*networks, *others])
                     pipeline = load_whole(stock, path, device, quantizer=quantizer, **options)
                     # Some pipelines read its configuration when they encode.
                     pipeline.register_modules(**networks)
@@ -194,6 +195,10 @@ class PipelineFamily(PolicyFamily):
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
         return self.policy.guidance_arguments(sampling)
+
+
+def _text_encoders(stock: Any) -> set[str]:
+    return inspect.signature(stock).parameters.keys() & set(TEXT_ENCODERS)
 
 
 def structure(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:

@@ -74,7 +74,8 @@ def random_policy(
     if parts == "structure":
         return policy
     network = policy.transformer
-    fill(network, quantizer.weights(), device)
+    if parts != "vae":
+        fill(network, quantizer.weights(), device)
     if parts == "transformer":
         return policy
     config, stock = configuration(path, "vae"), getattr(diffusers, family.pipeline)

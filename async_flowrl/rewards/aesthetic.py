@@ -53,6 +53,9 @@ class Aesthetic(Clip):
             layers = self._layers_of_head()
             return [float(x) for batch in self.image_embeddings(images) for x in _applied(layers, batch).double().cpu()]
 
+    def of_tensor(self, images: "torch.Tensor", prompt: Prompt) -> "torch.Tensor":
+        return _applied(self._layers_of_head(), self.tensor_embeddings(images))
+
     def _layers_of_head(self) -> list[Any]:
         """Returns (weight, bias) of every layer in order, on the device. Raises ValueError if the files do not fit."""
         if self._layers is None:

@@ -30,6 +30,8 @@ class Reward(Protocol):
       Others get `reward.frames` frames of each video as images, and `reward.frame_score` makes one score of theirs.
     - `sources`, False if absent. True: the reward is called with a third argument, the images that the prompt edits, a
       list of uint8 [H, W, 3] in their order and own sizes. Prompts without such images are refused at start-up.
+    - `differentiable`, False if absent. True: the instance or function has `of_tensor(images, prompt)`, the scores [n]
+      with their gradient of images float32 [n, 3, H, W] in 0 .. 1, for `algorithm=direct_align`.
     - `deterministic`, True if absent: the same images and prompt always get the same score. False: scores are written
       to scores.jsonl before their group may be trained, and a resumed run reads them from there.
     - `needs_target`, False if absent. True: prompt files with a prompt that has no target are refused.
@@ -43,7 +45,9 @@ class Reward(Protocol):
       worker calls it when the servers are ready, and again after one came up at another address. `token` is text or
       None.
     - `memory_gib`, a number or a static method that gets the reward's options: GiB of device memory during scoring, for
-      weights and activations. None or absent means unknown. Memory plans count it where the pool has GPUs.
+      weights and activations. Of a differentiable reward the method also gets, for the trainer's plan,
+      `differentiated`, the number of images that a gradient goes through. None or absent means unknown. Memory plans
+      count it where the pool has GPUs.
     - `keep_in(folder)`, of the instance: called once in every reward worker with the run directory. A resumed run finds
       the files that the reward wrote there, if the worker's node sees that directory.
     - `for_term(name)`, of the instance: called once with the name of the term, its key under `reward.terms`.

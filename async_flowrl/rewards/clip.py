@@ -7,7 +7,7 @@ people's choices between two images.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from PIL import Image
 
@@ -22,8 +22,8 @@ MAX_TOKENS = 77
 
 # OpenAI's mean and standard deviation of red, green and blue, for pixels in 0 .. 1.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# GiB of ViT-H/14 and ViT-L/14: of the weights in float32, and of the activations per image of a batch.
-VIT_H, VIT_L = (3.68, 0.0202), (1.60, 0.0163)
+# GiB of ViT-H/14 and ViT-L/14: of the weights in float32, of the activations per image of a batch, and with gradient.
+VIT_H, VIT_L = (3.68, 0.0202, 0.396), (1.60, 0.0163, 0.332)
 PUBLISHED = {
     "yuvalkirstain/PickScore_v1": VIT_H,
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": VIT_H,
@@ -31,12 +31,18 @@ PUBLISHED = {
 }
 
 
-def memory_gib(model: str, *, batch_size: int = 16, device: str = "auto", **_: Any) -> float | None:
-    """Returns the GiB of device memory while a batch is embedded: 0 with device="cpu", None for an unknown model."""
+def memory_gib(
+    model: str, *, batch_size: int = 16, device: str = "auto", differentiated: int = 0, **_: Any
+) -> float | None:
+    """Returns the GiB of device memory while a batch is embedded: 0 with device="cpu", None for an unknown model.
+
+    `differentiated` is the number of images through which a gradient goes instead.
+    """
     if model not in PUBLISHED:
         return None
-    weights, image = PUBLISHED[model]
-    return 0.0 if device == "cpu" else weights + batch_size * image
+    weights, image, with_gradient = PUBLISHED[model]
+    passing = differentiated * with_gradient or batch_size * image
+    return 0.0 if device == "cpu" else weights + passing
 
 
 @dataclass(eq=False)
@@ -59,6 +65,7 @@ class Clip:
     build: Callable[[], Any] | None = None
     pixels: Callable[..., "torch.Tensor"] | None = None
     processor_revision: str | None = None
+    differentiable: ClassVar[bool] = True
     # The CLIPModel, float32 on its device, once it is loaded; its tokenizer, and what makes its input from images.
     network: Any = field(default=None, init=False)
     _tokenizer: Any = field(default=None, init=False)
@@ -78,6 +85,30 @@ class Clip:
         for start in range(0, len(images), self.batch_size):
             pixels = self._prepare(images[start : start + self.batch_size]).to(network.device)
             yield _unit(network.get_image_features(pixel_values=pixels))
+
+    def tensor_embeddings(self, images: "torch.Tensor") -> "torch.Tensor":
+        """Returns embeddings [n, d], with their gradient, of images float32 [n, 3, H, W] in 0 .. 1.
+
+        They are prepared as tensors, as near to `image_embeddings` as images that are not rounded to bytes can be.
+        """
+        network = self.load()
+        size = int(network.config.vision_config.image_size)
+        return _unit(network.get_image_features(pixel_values=self.prepared_tensor(images.to(network.device), size)))
+
+    @staticmethod
+    def prepared_tensor(images: "torch.Tensor", size: int) -> "torch.Tensor":
+        """Scales the shortest side of images [n, 3, H, W] to `size` (bicubic), crops the centre and normalises."""
+        height, width = images.shape[2:]
+        images = resized(images, *(int(size * side / min(height, width)) for side in (height, width)))
+        top, left = ((side - size) // 2 for side in images.shape[2:])
+        return normalised(images[:, :, top : top + size, left : left + size])
+
+    def tensor_cosines(self, images: "torch.Tensor", text: str) -> "torch.Tensor":
+        import torch
+
+        with torch.no_grad():
+            prompt = self.text_embedding(text)
+        return self.tensor_embeddings(images) @ prompt
 
     def text_embedding(self, text: str) -> "torch.Tensor":
         """Returns the embedding of a text: float32 [d] of length 1, on the device."""
@@ -154,8 +185,22 @@ def normalised(pixels: "torch.Tensor") -> "torch.Tensor":
     """Returns pixels [b, 3, h, w] of 0 .. 1 less OpenAI's mean, divided by its standard deviation."""
     import torch
 
-    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
+    mean, std = (torch.tensor(values, device=pixels.device).reshape(3, 1, 1) for values in (MEAN, STD))
     return (pixels - mean) / std
+
+
+def resized(images: "torch.Tensor", height: int, width: int) -> "torch.Tensor":
+    """Returns images [n, 3, H, W] resized bicubically with antialiasing, by matrices, whose gradient is repeatable."""
+    import torch
+    from torch.nn import functional
+
+    def matrix(side: int, new: int) -> torch.Tensor:
+        one = torch.eye(side)[None, None]
+        rows = functional.interpolate(one, (new, side), mode="bicubic", align_corners=False, antialias=True)
+        return rows[0, 0].to(images.device)
+
+    rows, columns = matrix(images.shape[2], height), matrix(images.shape[3], width)
+    return (rows @ images @ columns.T).clamp(0.0, 1.0)
 
 
 def _unit(features: Any) -> "torch.Tensor":
@@ -186,6 +231,9 @@ class ClipScore(Clip):
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         return [100.0 * cosine / self.scale for cosine in self.cosines(images, prompt.text)]
+
+    def of_tensor(self, images: "torch.Tensor", prompt: Prompt) -> "torch.Tensor":
+        return 100.0 / self.scale * self.tensor_cosines(images, prompt.text)
 
     def features(self, images: ByteArray) -> FloatArray:
         """Returns embeddings float32 [n, d] of length 1, by which evaluations measure how different images are."""
@@ -267,6 +315,11 @@ class PickScore(Clip):
         )
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
+        return [self._factor() * cosine for cosine in self.cosines(images, prompt.text)]
+
+    def of_tensor(self, images: "torch.Tensor", prompt: Prompt) -> "torch.Tensor":
+        return self._factor() * self.tensor_cosines(images, prompt.text)
+
+    def _factor(self) -> float:
         # exp of the model's learned temperature, about 100.
-        factor = float(self.load().logit_scale.detach().double().exp()) / self.scale
-        return [factor * cosine for cosine in self.cosines(images, prompt.text)]
+        return float(self.load().logit_scale.detach().double().exp()) / self.scale

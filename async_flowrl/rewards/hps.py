@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from async_flowrl.rewards.clip import Clip, memory_gib, normalised
+from async_flowrl.rewards.clip import Clip, memory_gib, normalised, resized
 from async_flowrl.rewards.model_weights import check_package, check_path, check_pins, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
@@ -54,6 +54,22 @@ class HPSv2(Clip):
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         return [cosine / self.scale for cosine in self.cosines(images, clean(prompt.text))]
+
+    def of_tensor(self, images: "torch.Tensor", prompt: Prompt) -> "torch.Tensor":
+        return self.tensor_cosines(images, clean(prompt.text)) / self.scale
+
+    @staticmethod
+    def prepared_tensor(images: "torch.Tensor", size: int) -> "torch.Tensor":
+        """Scales the longer side to `size`, pads with 0 and normalises; antialiased."""
+        from torch.nn import functional
+
+        scale = size / max(images.shape[2:])
+        if scale != 1:
+            small = [round(side * scale) for side in images.shape[2:]]
+            below, right = size - small[0], size - small[1]
+            padding = (right // 2, right - right // 2, below // 2, below - below // 2)
+            images = functional.pad(resized(images, *small), padding)
+        return normalised(images)
 
     def _build(self) -> Any:
         from transformers import CLIPConfig, CLIPModel

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,9 @@ from async_flowrl.config.error_text import unknown_name
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.http_contract import encode_image
 from async_flowrl.types import ByteArray, Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sharpness(images: ByteArray, prompt: Prompt) -> Sequence[float]:
@@ -21,6 +25,19 @@ def sharpness(images: ByteArray, prompt: Prompt) -> Sequence[float]:
 
     grey = [cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2GRAY) for image in images]
     return [float(cv2.Laplacian(image, cv2.CV_64F).var()) for image in grey]
+
+
+def _sharpness_of_tensor(images: "Tensor", prompt: Prompt) -> "Tensor":
+    import torch
+    from torch.nn import functional
+
+    red, green, blue = (255.0 * images).unbind(dim=1)
+    grey = functional.pad((0.299 * red + 0.587 * green + 0.114 * blue)[:, None], (1, 1, 1, 1), mode="reflect")
+    kernel = torch.tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]], device=images.device)
+    return functional.conv2d(grey, kernel[None, None]).flatten(1).var(dim=1, correction=0)
+
+
+cast("Any", sharpness).differentiable, cast("Any", sharpness).of_tensor = True, _sharpness_of_tensor
 
 
 def colorfulness(images: ByteArray, prompt: Prompt) -> Sequence[float]:

@@ -41,8 +41,9 @@ REWARDS = {
 }
 
 DETERMINISTIC, POINTWISE, VIDEO, SOURCES = "deterministic", "pointwise", "video", "sources"
+DIFFERENTIABLE = "differentiable"
 # Optional attributes of rewards that must be True or False → their value if absent (see rewards/base.py).
-FLAGS = {DETERMINISTIC: True, POINTWISE: False, VIDEO: False, SOURCES: False}
+FLAGS = {DETERMINISTIC: True, POINTWISE: False, VIDEO: False, SOURCES: False, DIFFERENTIABLE: False}
 # Keys of the two sections of terms.
 TRAINED, HELD_OUT = "reward.terms", "evaluate.reward.terms"
 # Names that metrics.jsonl uses itself; also those that begin with `diversity_`.
@@ -79,6 +80,28 @@ def is_deterministic(config: RewardConfig) -> bool:
     )
 
 
+def check_differentiable(config: RewardConfig) -> None:
+    """Raises ValueError for the first term without a gradient. Nothing is built."""
+    for key, term in config.terms.items():
+        if not _flag(f"{TRAINED}.{key}", attribute := resolve_term(key, term), DIFFERENTIABLE, term.options):
+            able = ", ".join(name for name, place in REWARDS.items() if _differentiable(name, place))
+            raise ValueError(
+                f"{TRAINED}.{key}: algorithm=direct_align needs the gradient of the reward, and "
+                f"{getattr(attribute, '__name__', key)} has none (differentiable = True); built in with one: {able}"
+            )
+
+
+def _differentiable(name: str, place: str) -> bool:
+    return _flag(name, import_named(name, place), DIFFERENTIABLE)
+
+
+def differentiable_terms(config: RewardConfig) -> list[tuple[float, Callable[..., Any]]]:
+    """Returns weight and `of_tensor` of every term, built; raises ValueError as `check_differentiable`."""
+    check_differentiable(config)
+    rewards = {key: cast("Any", _build(key, term).reward) for key, term in config.terms.items()}
+    return [(term.weight, rewards[key].of_tensor) for key, term in config.terms.items()]
+
+
 def keeps_scores(config: RewardConfig) -> bool:
     """Returns True if the run must write scores to scores.jsonl, so that a resumed run trains on the same ones."""
     # A second call may give other scores if a term is not deterministic. It may also fail where the first did not,
@@ -100,13 +123,15 @@ def _flag(where: str, attribute: object, flag: str, options: Mapping[str, Any] =
     return value
 
 
-def memory_gib(key: str, term: RewardTerm) -> float | None:
+def memory_gib(key: str, term: RewardTerm, **rows: int) -> float | None:
     """Returns the GiB of device memory that the reward states for its options; None if it states nothing.
+
+    `differentiated` is the number of images of a trainer's pass through which a gradient goes.
 
     Raises ValueError if the reward cannot be found, or states something other than a finite number of at least 0.
     """
     gib = getattr(resolve_term(key, term), "memory_gib", None)
-    gib = gib(**term.options) if callable(gib) else gib
+    gib = gib(**term.options, **rows) if callable(gib) else gib
     if gib is not None and (isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < math.inf):
         raise ValueError(f"reward.terms.{key}: memory_gib must be a finite number of at least 0, got {gib!r}")
     return gib

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.base import Algorithm, differentiates_reward
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.check import ConfigError, guidance_refusal, toy_values
 from async_flowrl.config.resolution import (
@@ -38,6 +38,7 @@ from async_flowrl.policies.registry import (
 )
 from async_flowrl.policies.stored import boundary_ratio
 from async_flowrl.rewards.registry import (
+    check_differentiable,
     check_groups,
     check_held_out,
     check_held_out_prompts,
@@ -101,6 +102,8 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         config: Config = checked
         algorithm = build_algorithm(config)
         check_batching(config)
+        if differentiates_reward(algorithm):
+            check_differentiable(config.reward)
         needs_target = check_rewards(config.reward)
         check = prompt_check(config.reward)
         data = load_data(config.data, needs_target=needs_target, check=check)

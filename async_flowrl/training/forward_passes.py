@@ -33,6 +33,7 @@ from async_flowrl.algorithms.sde import expand
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import reference_mode
+from async_flowrl.training.differentiable_reward import DifferentiableReward
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import GAP, PartStats, StepPlan
 from async_flowrl.training.optimizer import Optimizer
@@ -61,6 +62,7 @@ class UpdateInputs:
     reference: Tensor | None  # Flat weights of the KL reference; None means that the LoRA is switched off.
     average: Tensor | None  # Flat weights of the moving average that the loss compares with, if there is one.
     teachers: Mapping[str, Tensor]  # Label → flat weights.
+    reward: DifferentiableReward | None = None  # For algorithms with `differentiates_reward`.
     # Entered while the network computes. In a process that samples, too, no ticket is made inside.
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -164,7 +166,9 @@ class ForwardPasses:
         self, group: Group, index: int, batch: MicroBatch, frozen: FrozenPredictions
     ) -> tuple[LossOutput, Prediction | None]:
         """Returns the loss, with its graph, of micro-batch number `index`, and its behaviour prediction or None."""
-        algorithm = self._inputs.algorithm
+        algorithm, reward = self._inputs.algorithm, self._inputs.reward
+        if reward is not None:
+            batch = replace(batch, score=reward.of(group.meta))
         current = algorithm.predict(batch, self._velocity(group))
         of_batch = {name: of[index] for name, of in frozen.by_name.items() if index < len(of)}
         if frozen.on_policy:
@@ -247,7 +251,7 @@ def copied(batch: MicroBatch) -> MicroBatch:
 
 
 def _per_row(batch: MicroBatch) -> list[str]:
-    names = [field.name for field in fields(batch) if field.name not in ("sigmas", "age")]
+    names = [field.name for field in fields(batch) if field.name not in ("sigmas", "age", "score")]
     return [name for name in names if getattr(batch, name) is not None]
 
 

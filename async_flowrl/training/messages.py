@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from async_flowrl.types import EncoderInput, Sampling, Span
+from async_flowrl.types import EncoderInput, Prompt, Sampling, Span
 
 # Metric of the probed part only: the difference of log-probs between rollout engine and trainer for equal weights.
 GAP = "behaviour_gap"
@@ -52,6 +52,7 @@ class GroupMeta:
     teacher: str = ""  # Label of the teacher of its prompt, of those in `algorithm.teachers`; empty: no teacher.
     # Trained level → means over the group of what `Algorithm.group_terms` gives; empty: the group is one part.
     means: tuple[tuple[float, ...], ...] = ()
+    prompt: Prompt | None = None  # For algorithms with `differentiates_reward`; None for others.
     # The rank that trains each of its parts, in order; empty: the rank that gets the request trains all of them.
     owners: tuple[int, ...] = ()
 

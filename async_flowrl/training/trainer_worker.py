@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from async_flowrl.algorithms.base import Algorithm
+from async_flowrl.algorithms.base import Algorithm, differentiates_reward
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import Resolution, configured
 from async_flowrl.config.schema import Config, TrainerConfig
@@ -35,6 +35,7 @@ from async_flowrl.training.checkpoint import (
     with_held,
     write_checkpoint,
 )
+from async_flowrl.training.differentiable_reward import DifferentiableReward
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.forward_passes import UpdateInputs
 from async_flowrl.training.fsdp import prefetch
@@ -116,6 +117,8 @@ class TrainerWorker:
         self.versions = Versions(self.config, self.parameters, dtypes)
         if self._sends:
             self.sender = self._new_sender()
+        differentiates = differentiates_reward(self.algorithm)
+        reward = DifferentiableReward(self.config, self.model, self.device) if differentiates else None
         made = UpdateInputs(
             config=self.config,
             policy=self.policy,
@@ -129,6 +132,7 @@ class TrainerWorker:
             reference=self.versions.reference(needed="reference" in self.algorithm.needs),
             average=self.versions.average,
             teachers=self._teachers(),
+            reward=reward,
             turn=self._turn,
         )
         self.update = Update(made)

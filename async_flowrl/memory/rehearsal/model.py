@@ -88,14 +88,14 @@ class FakeModel:
         self, aside: Aside, model: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str
     ) -> Any:
         """Replaces `policies.registry.load_policy`; returns a policy of fake tensors on the CPU."""
-        network = self._network(aside, on_meta=parts == "structure")
-        whole = parts in ("all", "offload")
+        network = self._network(aside, on_meta=parts in ("structure", "vae"))
+        whole = parts in ("all", "offload", "vae")
         policy = self.family.policy_of(
             network,
             None,
             self.known.vae,
             dtype=self.dtype,
-            pipeline=self._pipeline(network) if whole else None,
+            pipeline=self._pipeline(network, encodes=parts != "vae") if whole else None,
             max_sequence_length=self.resolved.max_sequence_length,
         )
         policy.planned_tokens = self.prompts.longest
@@ -121,7 +121,7 @@ class FakeModel:
                     module._buffers[name] = torch.empty(table.shape, dtype=table.dtype)
         return network
 
-    def _pipeline(self, network: nn.Module) -> Any:
+    def _pipeline(self, network: nn.Module, *, encodes: bool) -> Any:
         import diffusers
         from diffusers.image_processor import VaeImageProcessor
 
@@ -130,7 +130,8 @@ class FakeModel:
         cast("Any", decoder)._apply(lambda t: torch.empty_like(t, dtype=self.dtype))
         text = nn.Module()
         text.register_parameter(
-            "weights", nn.Parameter(torch.empty(self.text_bytes, dtype=torch.int8), requires_grad=False)
+            "weights",
+            nn.Parameter(torch.empty(self.text_bytes if encodes else 0, dtype=torch.int8), requires_grad=False),
         )
         return SimpleNamespace(
             **self.family.components(network),

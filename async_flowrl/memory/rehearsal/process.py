@@ -27,8 +27,9 @@ from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.phases import Ledger
 from async_flowrl.observability.flops import Meter
 from async_flowrl.policies import one_base
-from async_flowrl.training import exact, fsdp, rank_model, sharded
+from async_flowrl.training import differentiable_reward, exact, fsdp, rank_model, sharded
 from async_flowrl.training.snapshots import Snapshots
+from async_flowrl.types import Prompt
 from checkpoint_engine import publisher, receiver
 
 
@@ -72,6 +73,8 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (rank_model, "weights_of", lambda _: _Files()),
         (rank_model, "_same_names", lambda *_: None),
         (one_base, "load_policy", load_policy),
+        (differentiable_reward, "load_policy", load_policy),
+        (differentiable_reward, "differentiable_terms", lambda _: [(1.0, _mean)]),
         (one_base, "base_digest", lambda _: ""),
         (receiver, "in_host_memory", partial(_in_host_memory, ledger)),
         (publisher.HostBuffers, "_allocate", partialmethod(_allocate, ledger)),
@@ -83,6 +86,11 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (Meter, "flops", lambda *_: None),
         (Snapshots, "begin", lambda _: 0),  # It copies to host memory, in a thread that knows no fake tensors.
     ]
+
+
+def _mean(images: Tensor, prompt: Prompt) -> Tensor:
+    # Replaces a reward, whose memory is planned as it states it.
+    return images.flatten(1).mean(dim=1)
 
 
 def _pairs(batch: MicroBatch) -> tuple[list[int], list[int]]:

@@ -30,7 +30,7 @@ from async_flowrl.training.forward_passes import UpdateMetrics
 from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest
 from async_flowrl.training.parts import cut
 from async_flowrl.training.trainer_worker import TrainerWorker
-from async_flowrl.types import Trajectory
+from async_flowrl.types import Prompt, Trajectory
 
 NEGATIVE = "negative"
 
@@ -181,6 +181,7 @@ def update_request(worker: TrainerWorker, config: Config) -> tuple[TrainRequest,
         negative=NEGATIVE,
         sampling=sampling(config),
         owners=tuple(range(len(parts))),
+        prompt=Prompt(index=0, text=""),
     )
     return TrainRequest(worker.versions.newest, (meta,), StepPlan(rows=1)), trajectory
 

@@ -37,6 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "vgrpo": {},
     "dgpo": {},
     "crd": {},
+    "direct_align": {},
 }
 
 
@@ -47,7 +48,7 @@ TAUGHT: dict[str, Any] = {"teachers": {"a": "a.safetensors"}, "teacher_coef": 1.
 def test_a_loss_reads_what_it_says_and_no_more(name: str) -> None:
     """With a configuration that asks for nothing besides, every other tensor of the prediction may be missing."""
     algorithm = build(name=name, **GOOD[name], kl_probe_images=0)
-    batch = micro_batch()
+    batch = replace(micro_batch(), score=lambda latents: latents.flatten(1).mean(dim=1))
     current = algorithm.predict(batch, lambda latents, sigma: 0.1 * latents)
     assert set(current) == set(algorithm.predicts)
     lean: Any = {key: value for key, value in current.items() if key in algorithm.reads}

@@ -1,0 +1,71 @@
+"""Tests of Direct-Align: the image that is scored, the gradient, and what does not fit it."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from async_flowrl.algorithms.base import draw
+from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, build, final_rows
+
+STEPS = range(5)
+
+
+def score(latents: Tensor) -> Tensor:
+    return latents.flatten(1).square().mean(dim=1)
+
+
+def test_value_and_gradient_are_those_of_the_papers_formulas() -> None:
+    """In float64, row by row: one Euler step to the next level, then the known noise is taken out."""
+    algorithm, network = build(name="direct_align"), Network(3, seed=1)
+    batch = replace(final_rows(1, 5, [1.0]), score=score)
+    algorithm.loss(batch, algorithm.predict(batch, network), {}).loss.sum().backward()
+    given = [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
+    network.zero_grad()
+    noise, total = draw(batch, batch.seeds)[0].double(), torch.zeros((), dtype=torch.float64)
+    for row, step in enumerate(STEPS):
+        s, r, x0 = SIGMAS[step], SIGMAS[step + 1], batch.latents[row].double()
+        x = (1 - s) * x0 + s * noise[row]
+        v = torch.tanh(x @ network.w.double() + s * network.u.double())
+        total = total - (((x + (r - s) * v) - r * noise[row]) / (1 - r)).square().mean()
+    total.backward()
+    for mine, parameter in zip(given, network.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_true_velocity_gives_the_image_itself_at_every_level() -> None:
+    algorithm, scored = build(name="direct_align"), list[Tensor]()
+    batch = final_rows(1, 5, [1.0])
+    batch = replace(batch, score=lambda latents: scored.append(latents) or score(latents))
+    noise = draw(batch, batch.seeds)[0]
+    algorithm.loss(batch, algorithm.predict(batch, lambda x, s: noise - batch.latents), {})
+    torch.testing.assert_close(scored[0], batch.latents, rtol=1e-4, atol=1e-5)
+
+
+def test_every_image_is_trained_and_a_negated_reward_turns_the_loss_around() -> None:
+    batch = replace(final_rows(1, 5, [1.0]), score=score)
+    losses = []
+    for negate in (False, True):
+        algorithm = build(name="direct_align", negate_reward=negate)
+        rewards = {"a": [np.array([0.5]), np.array([0.5, 0.5])]}
+        assert [group.tolist() for group in algorithm.advantages(rewards)] == [[1.0], [1.0, 1.0]]
+        losses.append(algorithm.loss(batch, algorithm.predict(batch, Network(3, seed=1)), {}).loss)
+    assert torch.equal(losses[0], -losses[1])
+    assert not algorithm.vanishes_at_zero
+
+
+@pytest.mark.parametrize(
+    "fields", [{"normalise": "none"}, {"global_std": True}, {"permute_advantages": True}, {"adv_clip_max": 2.0}]
+)
+def test_settings_of_advantages_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"algorithm.{next(iter(fields))}=.*direct_align"):
+        build(name="direct_align", **fields)
+
+
+def test_without_a_reward_the_loss_says_so() -> None:
+    algorithm, batch = build(name="direct_align"), final_rows(1, 5, [1.0])
+    with pytest.raises(ValueError, match="score"):
+        algorithm.loss(batch, algorithm.predict(batch, Network(3, seed=1)), {})
