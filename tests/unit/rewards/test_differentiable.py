@@ -88,3 +88,9 @@ def test_the_plan_of_a_trainer_counts_the_reward_and_the_vae() -> None:
     parts = planned_trainer(compose_config("one_step_off", [*one, "algorithm=direct_align", "group_size=1"])).parts
     assert parts["reward clip_score"] == round((VIT_L[0] + VIT_L[2]) * GIB)
     assert parts["activations"] - plain.parts["activations"] > 0.5 * GIB
+
+
+def test_videos_are_refused(tmp_path: Path) -> None:
+    video = ("model=tiny_wan21", f"output_dir={tmp_path / 'run'}", "reward=sharpness", "rollout.frames=5")
+    with pytest.raises(ValueError, match=r"rollout\.frames"):
+        prepare(precheck(compose_config("one_step_off", [*video, "algorithm=direct_align"])))
