@@ -130,7 +130,10 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
                     raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
         sizes = allowed_sizes(model, config, data)
         most_images = max(data.train.most_images, data.evaluation.most_images)
-        check_groups(config, max(frames_of(size) or 1 for size in sizes), most_images)
+        frames = max(frames_of(size) or 1 for size in sizes)
+        if frames > 1 and differentiates_reward(algorithm):
+            raise ValueError(f"{algorithm.name} takes the gradient of images, and these are videos of {frames} frames")
+        check_groups(config, frames, most_images)
         shapes = shapes_of(model, sizes[-1], most_images)
         baseline = baseline_sampling(config, model.family)
         check_loading(config, model, data, baseline, whole=whole)
