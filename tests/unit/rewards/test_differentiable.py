@@ -92,5 +92,5 @@ def test_the_plan_of_a_trainer_counts_the_reward_and_the_vae() -> None:
 
 def test_videos_are_refused(tmp_path: Path) -> None:
     video = ("model=tiny_wan21", f"output_dir={tmp_path / 'run'}", "reward=sharpness", "rollout.frames=5")
-    with pytest.raises(ValueError, match="direct_align.*5 frames"):
+    with pytest.raises(ValueError, match=r"direct_align.*5 frames"):
         prepare(precheck(compose_config("one_step_off", [*video, "algorithm=direct_align"])))
