@@ -98,15 +98,18 @@ def change(now: ByPrompt, before: ByPrompt) -> Change | None:
 
 
 def diversity(images: ByteArray) -> float | None:
-    """Mean distance between two of the images uint8 [n, H, W, 3] of one prompt; None for fewer than two images.
+    """Mean of the `distances` between two of the images of one prompt; None for fewer than two images."""
+    return float(np.mean(distances(images))) if len(images) > 1 else None
 
-    The distance is the root mean square of their differences over pixels and channels, with values in 0 .. 1, after
-    images larger than DIVERSITY_SIDE pixels were reduced to that size.
+
+def distances(images: ByteArray) -> Numbers:
+    """Returns the distance of each pair of images uint8 [n, H, W, 3], as `itertools.combinations` orders them.
+
+    It is the root mean square of their differences over pixels and channels, with values in 0 .. 1, after images larger
+    than DIVERSITY_SIDE pixels were reduced to that size.
     """
-    if len(images) < 2:
-        return None
     small = [_reduced(image) for image in contact_sheets(images)]
-    return float(np.mean([math.sqrt(float(np.mean((a - b) ** 2))) for a, b in combinations(small, 2)]))
+    return np.array([math.sqrt(float(np.mean((a - b) ** 2))) for a, b in combinations(small, 2)])
 
 
 def _reduced(image: ByteArray) -> Numbers:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.config.error_text import unknown_name
+from async_flowrl.observability.statistics import distances
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.http_contract import encode_image
 from async_flowrl.types import ByteArray, Prompt
@@ -54,6 +55,23 @@ def _colorfulness(image: npt.NDArray[np.float64]) -> float:
     spread = np.hypot(*(axis.std() for axis in opponents))
     distance = np.hypot(*(axis.mean() for axis in opponents))
     return float(spread + 0.3 * distance)
+
+
+def contrast(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    """Returns the 95th minus the 5th percentile of each image's greys (means of the channels) in 0 .. 1."""
+    low, high = np.percentile(images.mean(axis=-1).reshape(len(images), -1) / 255, (5, 95), axis=1)
+    return [float(difference) for difference in high - low]
+
+
+def diversity(images: ByteArray, prompt: Prompt) -> Sequence[float]:
+    """Returns each image's mean distance (`statistics.distances`) to the others of its group; 0 for one alone.
+
+    The mean over a group is the diversity that evaluations report. It keeps a group apart; it says nothing of a model
+    that makes the same images of all prompts.
+    """
+    between, count = np.zeros((len(images), len(images))), len(images)
+    between[np.triu_indices(count, 1)] = distances(images)
+    return [float(total) for total in (between + between.T).sum(axis=1) / max(1, count - 1)]
 
 
 CHANNELS = {"red": 0, "green": 1, "blue": 2}

@@ -27,6 +27,8 @@ REWARDS = {
     "color": "async_flowrl.rewards.image_statistics:Color",
     "sharpness": "async_flowrl.rewards.image_statistics:sharpness",
     "colorfulness": "async_flowrl.rewards.image_statistics:colorfulness",
+    "contrast": "async_flowrl.rewards.image_statistics:contrast",
+    "diversity": "async_flowrl.rewards.image_statistics:diversity",
     "flicker": "async_flowrl.rewards.image_statistics:flicker",
     "motion": "async_flowrl.rewards.image_statistics:motion",
     "edit_consistency": "async_flowrl.rewards.image_statistics:EditConsistency",

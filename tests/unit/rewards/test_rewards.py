@@ -11,9 +11,12 @@ from PIL import Image, ImageDraw, ImageFont
 from async_flowrl.config.schema import DataConfig
 from async_flowrl.data.load import load_data
 from async_flowrl.data.prompts import PromptError
+from async_flowrl.observability import statistics
 from async_flowrl.rewards.image_statistics import (
     Color,
     colorfulness,
+    contrast,
+    diversity,
     jpeg_compressibility,
     jpeg_incompressibility,
     sharpness,
@@ -139,3 +142,18 @@ def test_colorfulness_is_m3_of_hasler_and_suesstrunk() -> None:
     one_colour = 0.3 * ((100 - 40) ** 2 + ((100 + 40) / 2 - 20) ** 2) ** 0.5
     images = np.stack([flat(100, 40, 20), flat(77, 77, 77)])
     assert list(colorfulness(images, SIGN)) == pytest.approx([one_colour, 0.0])
+
+
+def test_contrast_and_diversity() -> None:
+    """Contrast is a range of greys; diversity a mean distance, whose mean over a group is that of evaluations."""
+    flat, halves = np.full((1, 8, 8, 3), 100, np.uint8), np.zeros((1, 8, 8, 3), np.uint8)
+    halves[:, 4:] = 255
+    assert contrast(np.concatenate([flat, halves]), SIGN) == [0.0, 1.0]
+    images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3)).astype(np.uint8)
+    scores = diversity(images, SIGN)
+    far = [np.sqrt(np.mean((images[0] / 255 - other / 255) ** 2)) for other in images[1:]]
+    assert scores[0] == pytest.approx(np.mean(far))
+    assert np.mean(scores) == pytest.approx(statistics.diversity(images))
+    assert diversity(flat, SIGN) == [0.0]
+    twice = diversity(np.concatenate([images[:1], images]), SIGN)
+    assert twice[0] == twice[1] == min(twice)
