@@ -256,8 +256,9 @@ def picture(comparison: Comparison) -> Image.Image:
     sides = [("before", comparison.before), ("after", comparison.after)]
     columns = [(title, [images[place] for place in places]) for title, images in sides]
     captions = [[_captions(comparison, title, place) for place in places] for title, _ in sides]
-    prompts = [comparison.job.prompts[place].text for place in places]
-    return grid(prompts, columns, captions=captions)
+    prompts = [comparison.job.prompts[place] for place in places]
+    sources = [prompt.images for prompt in prompts]
+    return grid([prompt.text for prompt in prompts], columns, captions=captions, sources=sources)
 
 
 def _captions(comparison: Comparison, side: str, place: int) -> list[list[str]]:

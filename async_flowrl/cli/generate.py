@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +217,11 @@ def generate(
     line = in_diffusers(arguments_of(pipeline, model, how), seed, edits=bool(edited))
     logger.info("the same images in diffusers: %s", line)
     frames = frames_of(how.resolution) if animated else None
+    drawn = partial(grid, prompts, max_side=sys.maxsize, sources=[edited] * len(prompts))
     if frames is None:
-        return [grid(prompts, columns, max_side=sys.maxsize)]
+        return [drawn(columns)]
     each = [[(title, [videos[:, place] for videos in rows]) for title, rows in columns] for place in range(frames)]
-    return [grid(prompts, of_frame, max_side=sys.maxsize) for of_frame in each]
+    return [drawn(of_frame) for of_frame in each]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

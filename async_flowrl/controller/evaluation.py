@@ -29,7 +29,7 @@ from async_flowrl.observability.evaluations import (
 )
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.hacking import alarms, best, newest_alarms, notices
-from async_flowrl.observability.images import picture_data, write_grid, write_images
+from async_flowrl.observability.images import picture_data, write_grid, write_images, write_sources
 from async_flowrl.observability.metrics import MetricsLog
 from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import RunDirectory
@@ -232,8 +232,7 @@ class EvaluationRecords:
             try:
                 self.monitor.image(self._picture(result, keys.get("reward/mean")), result.version)
                 if not result.baseline:
-                    prompts = [prompt.text for prompt in result.prompts]
-                    self.monitor.samples(result.version, prompts, result.images, result.scores)
+                    self.monitor.samples(result.version, result.prompts, result.images, result.scores)
             except Exception as error:  # a picture must not end a run
                 self.failed(f"picture of the {what}", f"{type(error).__name__}: {error}")
 
@@ -283,6 +282,9 @@ class EvaluationRecords:
         if kept.kept_images > 0:
             by_index = dict(zip(result.indices, result.images, strict=True))
             details = picture_data(result.prompts, shown)
+            for prompt, detail in zip(result.prompts, details, strict=True):
+                if prompt.images:
+                    detail["sources"] = write_sources(self.directory.images, prompt.images, kept.kept_side)
             write_images(path.with_suffix(""), by_index, details, most=kept.kept_images, side=kept.kept_side)
         write_grid(
             path,
@@ -290,6 +292,7 @@ class EvaluationRecords:
             result.images,
             shown,
             title=f"policy {result.title}" + (f", mean reward {mean:.3f}" if mean is not None else ""),
+            sources=[prompt.images for prompt in result.prompts],
         )
         return path
 

@@ -9,8 +9,12 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from async_flowrl.config.paths import replace_file
+from async_flowrl.image_file import opened
 from async_flowrl.observability.contact_sheet import contact_sheets
-from async_flowrl.types import ByteArray, Prompt, Scores
+from async_flowrl.types import ByteArray, ConditionImage, Prompt, Scores
+
+Sources = Sequence[Sequence[ConditionImage]]
+"""The images that each prompt edits."""
 
 # Characters of a prompt, and images of one, that a grid shows at most.
 MAX_SHOWN_CHARACTERS = 500
@@ -21,6 +25,8 @@ MIN_SIDE, MAX_SIDE, MIN_WIDTH, GAP, LINE_HEIGHT, FONT_SIZE = 128, 256, 240, 4, 2
 
 # File that describes a folder of single images. It is written last, so a folder with this file is complete.
 INDEX = "index.json"
+# Folder beside those of evaluations, with each image that a prompt edits once.
+SOURCES = "sources"
 # Images with at most this many pixels per side are kept as PNG (lossless), larger ones as WebP of WEBP_QUALITY.
 MAX_LOSSLESS_SIDE = 128
 WEBP_QUALITY = 90
@@ -54,6 +60,23 @@ def write_images(
     replace_file(folder / INDEX, json.dumps({"prompts": entries}, ensure_ascii=False))
 
 
+def write_sources(folder: Path, images: Sequence[ConditionImage], side: int) -> list[str]:
+    """Writes images that are edited into `folder`/SOURCES, unless they are there; returns their paths below `folder`.
+
+    Sides above `side` pixels are reduced to it. Raises ValueError if a file is gone, or has other bytes.
+    """
+    (folder / SOURCES).mkdir(parents=True, exist_ok=True)
+    paths = [folder / SOURCES / f"{image.sha256[:16]}.webp" for image in images]
+    for path, image in zip(paths, images, strict=True):
+        if not path.exists():
+            picture, unfinished = opened(image), path.with_suffix(".unfinished")
+            picture.thumbnail((side, side), Image.Resampling.LANCZOS)
+            small = max(picture.size) <= MAX_LOSSLESS_SIDE
+            picture.save(unfinished, format="WEBP", **({"lossless": True} if small else {"quality": WEBP_QUALITY}))
+            unfinished.replace(path)
+    return [path.relative_to(folder).as_posix() for path in paths]
+
+
 def animation(pictures: Sequence[Image.Image]) -> dict[str, Any]:
     """Returns the options with which the first picture's `save` writes all as one that moves; {} for a single one."""
     if len(pictures) == 1:
@@ -69,6 +92,7 @@ def write_grid(
     scores: Sequence[Scores],
     *,
     title: str = "",
+    sources: Sources = (),
 ) -> None:
     """Writes a PNG file with one row per prompt, of at most MAX_COLUMNS images (see `grid`), its scores below each."""
     said = any(group.extras for group in scores)
@@ -76,7 +100,8 @@ def write_grid(
         [[f"{total:.3f}", *([caption(group.extras, image)] if said else [])] for image, total in enumerate(group.total)]
         for group in scores
     ]
-    sheet = grid(prompts, [(title, [group[:MAX_COLUMNS] for group in images])], captions=[below])
+    shown = [(title, [group[:MAX_COLUMNS] for group in images])]
+    sheet = grid(prompts, shown, captions=[below], sources=sources)
     sheet.save(path, format="PNG")
 
 
@@ -86,33 +111,38 @@ def grid(
     *,
     captions: Sequence[Sequence[Sequence[Sequence[str]]]] = (),
     max_side: int = MAX_SIDE,
+    sources: Sources = (),
 ) -> Image.Image:
-    """Draws one picture with one row per prompt: its text, and below it its images.
+    """Draws one picture with one row per prompt: its text, and below it its `sources`, if it has any, and its images.
 
     `columns` holds (title, images uint8 [n, H, W, 3] per prompt); of videos, contact sheets are drawn.
     `captions[column][prompt][image]` are the lines of text below an image. All images are drawn with the same longer
     side in pixels: the longest one of the images, enlarged by a whole factor to MIN_SIDE or more without smoothing, and
     reduced to `max_side` if that is smaller.
     """
-    columns = [(title, [contact_sheets(images) for images in rows]) for title, rows in columns]
-    n = max(len(images) for _, rows in columns for images in rows)
-    side = max(max(images.shape[1:3]) for _, rows in columns for images in rows)
+    drawn: list[tuple[str, Sequence[Any]]]
+    drawn = [(title, [contact_sheets(images) for images in rows]) for title, rows in columns]
+    side = max(max(images.shape[1:3]) for _, rows in drawn for images in rows)
+    if any(sources):
+        drawn.insert(0, ("source", sources))
+        captions = [[[()] * len(images) for images in sources], *captions] if captions else ()
     cell = min(side * max(1, -(-MIN_SIDE // side)), max_side)
-    block = n * (cell + GAP) + 3 * GAP
+    widths = [max(map(len, rows)) * (cell + GAP) + 3 * GAP for _, rows in drawn]
     lines = max((len(texts) for column in captions for group in column for texts in group), default=0)
     height = cell + LINE_HEIGHT * (1 + lines)
-    width = max(len(columns) * block - 4 * GAP, MIN_WIDTH)
+    width = max(sum(widths) - 4 * GAP, MIN_WIDTH)
     sheet = Image.new("RGB", (width, LINE_HEIGHT + len(prompts) * height), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
-    for at, (title, rows) in enumerate(columns):
-        draw.text((at * block, 3), title, fill="black", font=font)
+    for at, (title, rows) in enumerate(drawn):
+        left = sum(widths[:at])
+        draw.text((left, 3), title, fill="black", font=font)
         for row, images in enumerate(rows):
             top = 2 * LINE_HEIGHT + row * height
             for place, pixels in enumerate(images):
-                corner = at * block + place * (cell + GAP)
-                smaller = max(pixels.shape[:2]) > cell
-                resampling = Image.Resampling.LANCZOS if smaller else Image.Resampling.NEAREST
-                picture = ImageOps.contain(Image.fromarray(pixels), (cell, cell), resampling)
+                corner = left + place * (cell + GAP)
+                whole = opened(pixels) if isinstance(pixels, ConditionImage) else Image.fromarray(pixels)
+                resampling = Image.Resampling.LANCZOS if max(whole.size) > cell else Image.Resampling.NEAREST
+                picture = ImageOps.contain(whole, (cell, cell), resampling)
                 sheet.paste(picture, (corner, top + (cell - picture.height) // 2))
                 for line, text in enumerate(captions[at][row][place] if captions else ()):
                     below = top + cell + 2 + line * LINE_HEIGHT

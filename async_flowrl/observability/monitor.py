@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from async_flowrl.config.schema import MonitorConfig
+from async_flowrl.image_file import opened
 from async_flowrl.observability.contact_sheet import contact_sheets
-from async_flowrl.types import ByteArray, Scores
+from async_flowrl.types import ByteArray, Prompt, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 VERSION_KEY = "evaluation/version"
 # Most single images per evaluation that are sent to W&B: the first ones of every prompt, of each at least one.
 MAX_SAMPLES = 64
+MAX_SOURCE_SIDE = 512  # In pixels, of an edited image that is sent.
 PACKAGES = ("async-flowrl", "torch", "diffusers", "transformers", "peft", "ray", "vllm-omni")
 
 # Metric of this project → name of the same metric in verl-omni; metrics with another meaning there are left out.
@@ -55,7 +57,7 @@ class View:
     def image(self, path: Path, version: int) -> None: ...
 
     def samples(
-        self, version: int, prompts: Sequence[str], images: Sequence[ByteArray], scores: Sequence[Scores]
+        self, version: int, prompts: Sequence[Prompt], images: Sequence[ByteArray], scores: Sequence[Scores]
     ) -> None: ...
 
     def close(self) -> None: ...
@@ -126,17 +128,28 @@ class Wandb(View):
         self._run.log({"evaluation/images": self._wandb.Image(str(path)), VERSION_KEY: version})
 
     def samples(
-        self, version: int, prompts: Sequence[str], images: Sequence[ByteArray], scores: Sequence[Scores]
+        self, version: int, prompts: Sequence[Prompt], images: Sequence[ByteArray], scores: Sequence[Scores]
     ) -> None:
+        edits = any(prompt.images for prompt in prompts)
         names, rows, pictures = sorted({name for group in scores for name in group.by_term}), [], []
         per_prompt = max(1, MAX_SAMPLES // len(scores))
         for prompt, of_prompt, group in list(zip(prompts, images, scores, strict=True))[:MAX_SAMPLES]:
+            source = [self._source(prompt)] if edits else []
             for image, reward, place in zip(contact_sheets(of_prompt[:per_prompt]), group.total, itertools.count()):
                 terms = [group.by_term[name][place] if name in group.by_term else None for name in names]
-                pictures.append(self._wandb.Image(image, caption=f"{prompt} | reward {reward:.4g}"))
-                rows.append([version, prompt, self._wandb.Image(image), reward, *terms])
-        table = self._wandb.Table(columns=["version", "prompt", "image", "reward", *names], data=rows)
+                pictures.append(self._wandb.Image(image, caption=f"{prompt.text} | reward {reward:.4g}"))
+                rows.append([version, prompt.text, *source, self._wandb.Image(image), reward, *terms])
+        columns = ["version", "prompt", *(["source"] if edits else []), "image", "reward", *names]
+        table = self._wandb.Table(columns=columns, data=rows)
         self._run.log({"evaluation/samples": pictures, "evaluation/table": table, VERSION_KEY: version})
+
+    def _source(self, prompt: Prompt) -> Any:
+        """Returns the first image that a prompt edits, reduced; None without any."""
+        if not prompt.images:
+            return None
+        picture = opened(prompt.images[0])
+        picture.thumbnail((MAX_SOURCE_SIDE, MAX_SOURCE_SIDE))
+        return self._wandb.Image(picture)
 
     def close(self) -> None:
         self._run.finish()
@@ -190,7 +203,7 @@ class Monitor:
         self._show(lambda view: view.image(path, version))
 
     def samples(
-        self, version: int, prompts: Sequence[str], images: Sequence[ByteArray], scores: Sequence[Scores]
+        self, version: int, prompts: Sequence[Prompt], images: Sequence[ByteArray], scores: Sequence[Scores]
     ) -> None:
         """`images[i]` is uint8 [n, H, W, 3] of prompt i, and `scores[i]` its scores; views show the first of each."""
         self._show(lambda view: view.samples(version, prompts, images, scores))

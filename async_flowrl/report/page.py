@@ -73,7 +73,7 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
     """
     uris: dict[str, str] = {}
     size = missing = 0
-    pictures = list(in_order(document))
+    pictures = list(dict.fromkeys(in_order(document)))  # Several prompts may edit one image.
     for name, folder, below in pictures:
         if (data := data_uri(folder, below)) is None:
             missing += 1
@@ -91,17 +91,20 @@ def embedded(document: Document, limit: int) -> tuple[dict[str, str], str | None
 
 
 def in_order(document: Document) -> Iterator[tuple[str, Path, str]]:
-    # The first image of every prompt comes before the second ones; among equal images, the first and the last
-    # evaluation come first, and so on inwards.
+    # The images that are edited come first. The first image of every prompt comes before the second ones; among equal
+    # images, the first and the last evaluation come first, and so on inwards.
     ranked = []
     for number, run in enumerate(document["runs"]):
-        evaluations = (run["pictures"] or {"evaluations": []})["evaluations"]
+        pictures = run["pictures"] or {"prompts": [], "evaluations": []}
+        evaluations, at = pictures["evaluations"], Path(run["folder"]) / "images"
+        for prompt in pictures["prompts"]:
+            first = (-1, 0, int(prompt["place"]), number)
+            ranked += [(first, f"{number}/{file}", at, file) for file in prompt["sources"]]
         for position, evaluation in enumerate(evaluations):
             rank = min(position, len(evaluations) - 1 - position)
             for place, prompt in evaluation["prompts"].items():
                 for index, file in enumerate(prompt["files"]):
                     below = f"{evaluation['folder']}/{file}"
-                    at = Path(run["folder"]) / "images"
                     ranked.append(((index, rank, int(place), number), f"{number}/{below}", at, below))
     for _, name, folder, below in sorted(ranked):
         yield name, folder, below

@@ -22,23 +22,28 @@ MAX_BYTES = 64 * 2**20
 def pictures_of(run: Records) -> dict[str, Any] | None:
     """The pictures of a run; None if it has none.
 
-    `prompts` lists index (`place`) and text of each prompt. `evaluations` has the baseline first, then versions in
-    rising order, each with version, folder and, per prompt, `files`, `scores` (curve → score per image) and `said`
-    (extra texts of the rewards per image). `count` is the number of evaluations before thinning.
+    `prompts` lists index (`place`) and text of each prompt, and the files of the images that it edits (`sources`).
+    `evaluations` has the baseline first, then versions in rising order, each with version, folder and, per prompt,
+    `files`, `scores` (curve → score per image) and `said` (extra texts of the rewards per image). `count` is the number
+    of evaluations before thinning.
     """
     kept = [(e, index) for e in run.evaluations if (index := _index(run.root, e)) is not None]
     if not kept:
         return None
     texts: dict[int, str] = {}
+    sources: dict[int, list[str]] = {}
     evaluations = []
     for evaluation, index in chosen(kept, MAX_EVALUATIONS):
         entries = [entry for entry in index["prompts"] if entry["files"]][:MAX_PROMPTS]
         texts |= {int(entry["place"]): str(entry["prompt"]) for entry in entries}
+        sources |= {int(entry["place"]): entry.get("sources", []) for entry in entries}
         prompts = {str(entry["place"]): _prompt(entry, evaluation) for entry in entries}
         which = {"version": evaluation.version, "baseline": evaluation.baseline, "folder": folder_of(evaluation)}
         evaluations.append({**which, "prompts": prompts})
     return {
-        "prompts": [{"place": place, "text": _short(texts[place])} for place in sorted(texts)],
+        "prompts": [
+            {"place": place, "text": _short(texts[place]), "sources": sources[place]} for place in sorted(texts)
+        ],
         "evaluations": evaluations,
         "count": len(kept),
     }

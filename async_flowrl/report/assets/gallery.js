@@ -29,13 +29,20 @@ function shot(run, evaluation, prompt, index, caption) {
   return el("figure", { class: "shot" }, body, el("figcaption", {}, caption ? [caption, el("br")] : "", scoreText(each, index)));
 }
 
+// The images that a prompt edits; of several the first `most`.
+function originals(run, prompt, most = Infinity) {
+  return prompt.sources.slice(0, most).map((file) => inside[`${run.number}/${file}`]).map((source) => el("figure", { class: "shot" }, source
+    ? el("img", { src: source, alt: `source of: ${prompt.text.slice(0, 200)}`, onload: (event) => event.target.classList.toggle("small", event.target.naturalWidth < SMALL) })
+    : el("div", { class: "gone" }, "left out to keep this file small"), el("figcaption", {}, "source")));
+}
+
 // The first prompts that both the first and the last version have, in the order of the prompts: not selected by score.
 function pairs(run) {
   const policy = run.pictures?.evaluations.filter((each) => !each.baseline) || [], before = policy[0], after = policy[policy.length - 1];
   if (policy.length < 2) return null;
   const both = run.pictures.prompts.filter(({ place }) => before.prompts[place] && after.prompts[place]).slice(0, 4);
   if (!both.length) return null;
-  const shown = both.map((prompt) => el("figure", { class: "pair" },
+  const shown = both.map((prompt) => el("figure", { class: prompt.sources.length ? "pair edited" : "pair" }, originals(run, prompt, 1),
     shot(run, before, prompt, 0, `before: version ${before.version}`), shot(run, after, prompt, 0, `after: version ${after.version}`),
     el("figcaption", { class: "prompt clamp", dir: "auto", title: prompt.text.slice(0, 300) }, prompt.text)));
   return el("section", { class: "card wide", "aria-labelledby": "pairs-title" }, el("h3", { id: "pairs-title" }, "Before and after"),
@@ -56,8 +63,8 @@ function browser(run) {
     text.textContent = prompt ? prompt.text : "";
     const files = prompt ? Math.max(0, ...data.evaluations.map((each) => each.prompts[prompt.place]?.files.length || 0)) : 0;
     grid.replaceChildren(...(prompt
-      ? Array.from({ length: files }, (_, i) => shot(run, evaluation, prompt, i))
-      : data.prompts.map((each) => shot(run, evaluation, each, 0, el("span", { class: "prompt clamp", dir: "auto" }, each.text)))));
+      ? [...originals(run, prompt), ...Array.from({ length: files }, (_, i) => shot(run, evaluation, prompt, i))]
+      : data.prompts.flatMap((each) => [...originals(run, each, 1), shot(run, evaluation, each, 0, el("span", { class: "prompt clamp", dir: "auto" }, each.text))])));
   };
   const slider = el("input", { type: "range", id: "slider", min: 0, max: last, value: last, "aria-label": "Version", oninput: () => show(Number(slider.value)) });
   const choice = el("select", { id: "prompt", onchange: () => show(Number(slider.value)) },
@@ -83,14 +90,14 @@ function enlarge(run, prompt, index, evaluation) {
   const list = run.pictures.evaluations.filter((each) => sourceOf(run, each, prompt.place, index));
   const policy = list.filter((each) => !each.baseline);
   let at = list.indexOf(evaluation);
-  const body = el("div", { class: "two" }), title = el("h3", { "aria-live": "polite" });
+  const body = el("div", { class: prompt.sources.length ? "two edited" : "two" }), title = el("h3", { "aria-live": "polite" });
   const large = (each) => el("figure", { class: "shot" },
     el("img", { src: sourceOf(run, each, prompt.place, index), alt: `${versionName(each)}: ${prompt.text.slice(0, 200)}`,
       onload: (event) => event.target.classList.toggle("small", event.target.naturalWidth < SMALL * 2) }),
     el("figcaption", {}, versionName(each), el("br"), scoreText(each.prompts[prompt.place], index)));
   const show = () => {
     title.textContent = `${versionName(list[at])}, image ${index + 1}`;
-    body.replaceChildren(large(policy[0] || list[0]), large(list[at]));
+    body.replaceChildren(...originals(run, prompt, 1), large(policy[0] || list[0]), large(list[at]));
   };
   const move = (step) => { at = Math.min(list.length - 1, Math.max(0, at + step)); show(); };
   const dialog = el("dialog", { "aria-label": "Image", onclose: () => dialog.remove(), onkeydown: (event) => {

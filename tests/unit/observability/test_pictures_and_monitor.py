@@ -1,6 +1,8 @@
 """Tests of picture grids and of trackers (TensorBoard, W&B)."""
 
+import hashlib
 import json
+import re
 import struct
 import time
 from collections.abc import Iterator
@@ -12,9 +14,17 @@ import pytest
 from PIL import Image
 
 from async_flowrl.config.schema import MonitorConfig
-from async_flowrl.observability.images import GAP, LINE_HEIGHT, MIN_SIDE, caption, picture_data, write_grid
+from async_flowrl.observability.images import (
+    GAP,
+    LINE_HEIGHT,
+    MIN_SIDE,
+    caption,
+    picture_data,
+    write_grid,
+    write_sources,
+)
 from async_flowrl.observability.monitor import Monitor, run_id
-from async_flowrl.types import Prompt, Scores
+from async_flowrl.types import ConditionImage, Prompt, Scores
 
 
 def group(count: int, side: int, value: int) -> np.ndarray[Any, Any]:
@@ -30,6 +40,36 @@ def test_a_grid_shows_every_pixel_of_small_images(tmp_path: Path) -> None:
     assert (sheet[top : top + 4, left : left + 4] == (255, 0, 0)).all()
     assert (sheet[top + 4 : top + MIN_SIDE, left : left + MIN_SIDE] == 0).all()
     assert (sheet[:LINE_HEIGHT] != 255).any()
+
+
+@pytest.fixture
+def red(tmp_path: Path) -> ConditionImage:
+    path = tmp_path / "red.png"
+    Image.new("RGB", (600, 300), (255, 0, 0)).save(path)
+    return ConditionImage(hashlib.sha256(path.read_bytes()).hexdigest(), (300, 600), str(path))
+
+
+def test_a_grid_shows_sources_before_results(tmp_path: Path, red: ConditionImage) -> None:
+    images, scores = [group(2, 32, 0), group(2, 32, 0)], [Scores((0.5, -1.0), {})] * 2
+    write_grid(tmp_path / "plain.png", ["a", "b"], images, scores)
+    write_grid(tmp_path / "edits.png", ["a", "b"], images, scores, sources=[(red,), ()])
+    plain, sheet = (np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("plain", "edits"))
+    width = MIN_SIDE + 4 * GAP
+    assert sheet.shape == (plain.shape[0], plain.shape[1] + width, 3)
+    reds = np.argwhere((sheet == (255, 0, 0)).all(axis=-1))
+    top = 2 * LINE_HEIGHT + MIN_SIDE // 4
+    assert reds.min(axis=0).tolist() == [top, 0] and len(reds) == MIN_SIDE * MIN_SIDE // 2
+    assert (sheet[2 * LINE_HEIGHT :, width:] == plain[2 * LINE_HEIGHT :]).mean() > 0.95
+
+
+def test_a_source_is_written_once(tmp_path: Path, red: ConditionImage) -> None:
+    (file,) = write_sources(tmp_path / "images", [red], 200)
+    path = tmp_path / "images" / file
+    assert Image.open(path).size == (200, 100) and [each.name for each in path.parent.iterdir()] == [path.name]
+    Path(red.path).unlink()
+    assert write_sources(tmp_path / "images", [red], 200) == [file]
+    with pytest.raises(ValueError, match=re.escape(red.path)):
+        write_sources(tmp_path / "other", [red], 200)
 
 
 def test_a_grid_shows_and_keeps_what_rewards_say_of_its_images(tmp_path: Path) -> None:
@@ -84,6 +124,13 @@ def test_wandb_gets_images_with_captions_a_table_and_the_names_of_verl_omni(
     assert [r["training/global_step"] for r in steps] == [0, 1, 2]
 
 
+def test_wandb_shows_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, red: ConditionImage) -> None:
+    logged_offline(tmp_path / "run", monkeypatch, (red,))
+    table = json.loads(next((tmp_path / "run" / "wandb").rglob("*.table.json")).read_text())
+    assert table["columns"] == ["version", "prompt", "source", "image", "reward", "ocr"]
+    assert [row[2:4] for row in table["data"]] == [["Image", "Image"], [None, "Image"]]
+
+
 def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged_offline(tmp_path, monkeypatch)
     logged_offline(tmp_path, monkeypatch)
@@ -92,7 +139,9 @@ def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, monkeypatch: pytest.
     assert run_id(tmp_path / "other") != run_id(tmp_path / "wandb")
 
 
-def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def logged_offline(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, images: tuple[ConditionImage, ...] = ()
+) -> list[dict[str, Any]]:
     """What W&B's newest file of an offline run holds after three steps, with an evaluation of version 1 behind them."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = MonitorConfig(wandb=True, metric_aliases="verl_omni", wandb_tags=["tried"])
@@ -104,7 +153,7 @@ def logged_offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[s
     monitor.image(folder / "grid.png", 1)
     pictures = group(2, 16, 0)
     scores = [Scores((0.25,), {"ocr": (0.5,)}), Scores((0.75,), {"ocr": (1.5,)})]
-    monitor.samples(1, ["a cat", "a dog"], [pictures[:1], pictures[1:]], scores)
+    monitor.samples(1, [Prompt(0, "a cat", images=images), Prompt(1, "a dog")], [pictures[:1], pictures[1:]], scores)
     monitor.close()
     assert monitor.failures == []
     file = max((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)

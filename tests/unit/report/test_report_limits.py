@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from async_flowrl.report.document import document
 from async_flowrl.report.page import embedded, in_order, render
@@ -41,6 +42,23 @@ def test_pictures_fill_the_page_from_the_ends_inwards(tmp_path: Path) -> None:
     assert 0 < len(inside) < len(names) == 30 and sum(map(len, inside.values())) <= 1_000
     assert left_out is not None and left_out.startswith(f"{len(inside)} of 30 images")
     assert embedded(found, 10**9)[1] is None and embedded(found, 0)[0] == {}
+
+
+def test_sources_are_in_the_page_once_and_first(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run", evaluations=2)
+    (root / "images" / "sources").mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8)).save(root / "images" / "sources" / f"{name}.webp")
+    for index in (root / "images").glob("*/index.json"):
+        entries = json.loads(index.read_text())
+        entries["prompts"][0]["sources"] = entries["prompts"][2]["sources"] = ["sources/a.webp", "sources/b.webp"]
+        index.write_text(json.dumps(entries))
+    found = document([root])
+    sources = [prompt["sources"] for prompt in found["runs"][0]["pictures"]["prompts"]]
+    assert sources == [["sources/a.webp", "sources/b.webp"], [], ["sources/a.webp", "sources/b.webp"]]
+    inside, left_out = embedded(found, 10**9)
+    assert list(inside)[:2] == ["0/sources/a.webp", "0/sources/b.webp"] and len(inside) == 2 + 12
+    assert left_out is None
 
 
 def test_only_pictures_of_the_run_get_into_its_page(tmp_path: Path) -> None:
