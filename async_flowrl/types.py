@@ -38,6 +38,8 @@ class TextWithImages:
 
     text: str
     images: tuple[ConditionImage, ...]
+    size: int | tuple[int, int] | tuple[int, int, int] | None = None
+    """Of the images or videos that are made (`Resolution`), for which some families encode the images."""
 
 
 EncoderInput = str | TokenIds | TextWithImages
@@ -47,7 +49,8 @@ EncoderInput = str | TokenIds | TextWithImages
 def identity(wording: EncoderInput) -> Any:
     """Returns what JSON can hold of an input, to hash: of images their hashes, not their places."""
     if isinstance(wording, TextWithImages):
-        return [wording.text, [image.sha256 for image in wording.images]]
+        size = [] if wording.size is None else [wording.size]
+        return [wording.text, [image.sha256 for image in wording.images], *size]
     return wording
 
 

@@ -38,7 +38,9 @@ from async_flowrl.policies.pipeline import with_euler_steps
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, check_images_of, load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
+from async_flowrl.rollout.text_encoder import encode_one
 from async_flowrl.seeds import derive, generator
+from async_flowrl.tickets.request import asked_of
 from async_flowrl.types import ByteArray, ConditionImage, Prompt, Sampling
 from separation.text_table import format_table
 
@@ -315,9 +317,7 @@ def where_raised(error: BaseException) -> str:
 
 def _encoded(job: Job) -> list[Branch]:
     prompt = Prompt(0, job.prompt, images=job.images)
-    encoded = list(job.policy.encode([prompt.wording]))
-    if job.sampling.true_cfg_scale > 1:
-        encoded += job.policy.encode([prompt.negative_wording(job.sampling.negative_prompt)], negative=True)
+    encoded = [encode_one(job.policy, key) for key in asked_of(prompt, job.sampling)]
     return [{name: torch.as_tensor(value).to(job.device) for name, value in values.items()} for values in encoded]
 
 

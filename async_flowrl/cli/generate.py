@@ -131,8 +131,9 @@ def sample(
 
 
 def to_edit(images: Sequence[ConditionImage]) -> dict[str, Any]:
-    """Returns the stock pipeline's argument for the images that are edited, {} for none."""
-    return {"image": [opened(image) for image in images]} if images else {}
+    """Returns the stock pipeline's argument for the images that are edited, {} for none; some take one, not a list."""
+    found = [opened(image) for image in images]
+    return {"image": found if len(found) > 1 else found[0]} if found else {}
 
 
 def run_pipeline(
@@ -144,9 +145,13 @@ def run_pipeline(
     """
     many = "num_videos_per_prompt" if makes_videos(pipeline) else "num_images_per_prompt"
     arguments = arguments_of(pipeline, model, how) | {many: count, "output_type": "pil", "return_dict": False}
+    prompts: str | list[str] | None = prompt
+    if prompt is not None and getattr(pipeline, "image_encoder", None) is not None:
+        # Embeddings of the image are repeated for every prompt only, by diffusers 0.42.
+        prompts, arguments[many] = [prompt] * count, 1
     try:
         with np.errstate(invalid="raise"):
-            made = pipeline(prompt=prompt, **(arguments | options))[0]
+            made = pipeline(prompt=prompts, **(arguments | options))[0]
     except FloatingPointError as error:
         raise ValueError(f"the images of {prompt!r:.80} have values that are not finite: {error}") from error
     if makes_videos(pipeline):

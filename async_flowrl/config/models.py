@@ -24,6 +24,7 @@ PIPELINES = {
     "ZImagePipeline": "z_image",
     "SanaPipeline": "sana",
     "WanPipeline": "wan",
+    "WanImageToVideoPipeline": "wan_image",
 }
 
 TINY = "tiny"

@@ -18,8 +18,8 @@ from async_flowrl.image_file import opened
 from async_flowrl.policies.base import Policy, Shapes
 from async_flowrl.types import Conditioning, EncoderInput, Sampling, TextWithImages, TokenIds
 
-# Names of text encoders among a pipeline's components.
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+# Names of text encoders among a pipeline's components, and of one of images that is used beside them.
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_encoder")
 # English has about four bytes of text per token, so that estimates are rather too long.
 BYTES_PER_TOKEN = 3.0
 # Fewest tokens that are planned for a prompt, and the number if the prompts are not on this machine.
@@ -116,6 +116,8 @@ class PipelinePolicy(Policy):
     planned_tokens: int = USUAL_TOKENS
     # Images of a prompt of `conditioning_shapes`, if the family takes any; a plan sets it.
     planned_images: int = 1
+    # Size of the videos of `conditioning_shapes`, if images are encoded for it; a plan sets it.
+    planned_size: Resolution = (81, 480, 832)
     # Argument of the diffusers pipeline for the scale of classifier-free guidance.
     stock_guidance: ClassVar[str] = "true_cfg_scale"
 
@@ -185,7 +187,8 @@ class PipelinePolicy(Policy):
         """Raises ValueError if a prompt cannot have so many images."""
         least, most = cls.images
         if not least <= count <= most:
-            takes = f"needs at least {least} image to edit" if count < least else "makes images from text alone"
+            takes = f"needs at least {least} image to edit" if count < least else f"takes at most {most} image"
+            takes = takes if most else "makes images from text alone"
             raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images, data.images)")
 
     @classmethod
@@ -293,6 +296,7 @@ class PipelinePolicy(Policy):
         return channels, side * rows, side * columns
 
     def shapes(self, resolution: Resolution) -> Shapes:
+        self.planned_size = resolution
         return Shapes(self.latent_shape(resolution), self.conditioning_shapes())
 
     def velocity(

@@ -101,6 +101,8 @@ def _encode(
     for text in texts:
         policy.planned_tokens = estimated_tokens(text)
         policy.planned_images = len(text.images) if isinstance(text, TextWithImages) else 0
+        if isinstance(text, TextWithImages) and text.size is not None:
+            policy.planned_size = text.size
         draw = np.random.default_rng(_seed(repr((identity(text), system, negative))))
         embedded.append(
             {

@@ -54,6 +54,7 @@ FAMILIES = {
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
     "sana": "async_flowrl.policies.sana:SanaFamily",
     "wan": "async_flowrl.policies.wan:WanFamily",
+    "wan_image": "async_flowrl.policies.wan_image:WanImageFamily",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Values of `parts` in `load_policy`.

@@ -24,7 +24,7 @@ from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
 # Values of `model.tiny.family`, each a module beside this one.
-TINY = ("qwen_image", "qwen_image_21", "qwen_image_edit", "sd3", "flux", "z_image", "sana", "wan")
+TINY = ("qwen_image", "qwen_image_21", "qwen_image_edit", "sd3", "flux", "z_image", "sana", "wan", "wan_image")
 # The tiny model of experiment=two_prompts, which keeps its bits; tests of families spread its norms themselves.
 _AS_FIRST_TRAINED = "qwen_image"
 # Part of the cache key; increase it when the built bytes change.

@@ -15,7 +15,7 @@ from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import EXPERTS, FOLDER
 from async_flowrl.types import Conditioning, Sampling
 
-_TEXT_TOKENS = 512  # Default of `max_sequence_length` in WanPipeline.__call__.
+TEXT_TOKENS = 512  # Default of `max_sequence_length` in WanPipeline.__call__.
 _FRAMES_PER_LATENT = 4
 
 
@@ -31,7 +31,7 @@ class WanPolicy(PipelinePolicy):
     )
 
     def __init__(self, *parts: Any, max_sequence_length: int | None = None, **options: Any) -> None:
-        super().__init__(*parts, max_sequence_length=max_sequence_length or _TEXT_TOKENS, **options)
+        super().__init__(*parts, max_sequence_length=max_sequence_length or TEXT_TOKENS, **options)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -46,7 +46,7 @@ class WanPolicy(PipelinePolicy):
         return on_host(prompt_embeds=self._stock_encode(text, None, False)[0])
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"prompt_embeds": (self._text_tokens(_TEXT_TOKENS), self._config.text_dim)}
+        return {"prompt_embeds": (self._text_tokens(TEXT_TOKENS), self._config.text_dim)}
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         self._scheduler.set_timesteps(steps)
@@ -100,7 +100,7 @@ def vae_side(vae: Mapping[str, Any]) -> int:
 class WanFamily(PipelineFamily):
     policy = WanPolicy
     pipeline, transformer = "WanPipeline", "WanTransformer3DModel"
-    text_tokens = _TEXT_TOKENS
+    text_tokens = TEXT_TOKENS
     scale_factor = staticmethod(vae_side)
     # The default of WanPipeline.__call__, diffusers 0.42, and its steps.
     usual_guidance = 5.0, 0.0

@@ -18,8 +18,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.data.sampler import NO_SPREAD, SPREAD, UNKNOWN, Curriculum, Sampler
 from async_flowrl.data.store import shared_texts
 from async_flowrl.seeds import derive
-from async_flowrl.tickets.table import EVALUATION, Ticket, TicketTable
-from async_flowrl.types import EmbeddingKey, Prompt, RolloutRequest, Sampling
+from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket, TicketTable
+from async_flowrl.types import EmbeddingKey, EncoderInput, Prompt, RolloutRequest, Sampling, TextWithImages
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,15 @@ class RequestBuilder:
         return {"curriculum/epoch": choice.epoch, "curriculum/set_aside": choice.set_aside}
 
     def resolution(self, ticket: Ticket) -> Resolution:
-        """Returns the image size of the ticket's group: the prompt's own, else one drawn from the configured sizes."""
-        if (size := self.prompt(ticket).resolution) is not None:
-            return with_frames(size, self.config.rollout.frames)
-        if ticket.kind == EVALUATION:
-            return evaluation_resolution(self.config, ticket.group)
-        return drawn_resolution(self.config, self.config.seed, ticket.step, ticket.group)
+        return self.size(self.prompt(ticket), ticket.kind, ticket.step, ticket.group)
+
+    def size(self, prompt: Prompt, kind: str, step: int, group: int) -> Resolution:
+        """Returns the image size of a group: the prompt's own, else one drawn from the configured sizes."""
+        if prompt.resolution is not None:
+            return with_frames(prompt.resolution, self.config.rollout.frames)
+        if kind == EVALUATION:
+            return evaluation_resolution(self.config, group)
+        return drawn_resolution(self.config, self.config.seed, step, group)
 
     def sampling(self, ticket: Ticket) -> Sampling:
         """Returns the sampling settings of a training ticket, which its rollout worker and the trainer both get."""
@@ -185,10 +188,14 @@ def teacher_of(teachers: Mapping[str, str], prompt: Prompt) -> str:
 
 def asked_of(prompt: Prompt, how: Sampling) -> list[EmbeddingKey]:
     """Returns what is encoded for `prompt`: the prompt and, with classifier-free guidance, its negative prompt."""
-    keys: list[EmbeddingKey] = [(prompt.wording, prompt.system, False)]
+    keys: list[EmbeddingKey] = [(_for_size(prompt.wording, how), prompt.system, False)]
     if how.true_cfg_scale > 1:
-        keys.append((prompt.negative_wording(how.negative_prompt), None, True))
+        keys.append((_for_size(prompt.negative_wording(how.negative_prompt), how), None, True))
     return keys
+
+
+def _for_size(wording: EncoderInput, how: Sampling) -> EncoderInput:
+    return replace(wording, size=how.resolution) if isinstance(wording, TextWithImages) else wording
 
 
 def upcoming(requests: RequestBuilder, limit: int) -> tuple[EmbeddingKey, ...]:
@@ -206,13 +213,14 @@ MAX_TEXTS_READ_PER_TEXT = 8
 def _all(requests: RequestBuilder) -> Iterator[EmbeddingKey]:
     config = requests.config
     ways = [evaluation_sampling(config), *([requests.baseline] if requests.baseline else [])]
-    for prompt in requests.evaluation:
+    for group, prompt in enumerate(requests.evaluation):
+        size = requests.size(prompt, EVALUATION, 0, group)
         for how in ways:
-            yield from asked_of(prompt, how)
-    how = sampling(config)
+            yield from asked_of(prompt, replace(how, resolution=size))
     for step in range(config.total_steps):
-        for index in requests.sampler.step(step):
-            yield from asked_of(requests.train[index], how)
+        for group, index in enumerate(requests.sampler.step(step)):
+            prompt = requests.train[index]
+            yield from asked_of(prompt, sampling(config, requests.size(prompt, TRAIN, step, group)))
 
 
 def by_length(prompts: Sequence[Prompt]) -> tuple[int, ...]:

@@ -28,8 +28,8 @@ def runs_here(family: str) -> bool:
     return True
 
 
-EDITING = ("qwen_image_edit",)
-"""Families whose prompts need images; their tests are test_qwen_image_edit.py."""
+EDITING = ("qwen_image_edit", "wan_image")
+"""Families whose prompts need images; their tests are test_qwen_image_edit.py and test_wan_image.py."""
 NAMES = sorted(family for family in filter(runs_here, FAMILIES) if family not in EDITING)
 WHOLE_TEXTS = ("qwen_image", "qwen_image_21", *EDITING)
 """Families that do not pad texts."""

@@ -1,0 +1,230 @@
+"""Tests of Wan, image to video: videos against diffusers' pipeline for its three kinds of models, and replays."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config.models import architectures
+from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
+from async_flowrl.data.condition_images import examined
+from async_flowrl.image_file import opened
+from async_flowrl.policies import lora_file, wan
+from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
+from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
+from async_flowrl.policies.registry import load_family, load_pipeline, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.tiny import spread_norms
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.rollout.text_encoder import encode_one
+from async_flowrl.tickets.request import asked_of
+from async_flowrl.types import Prompt, Sampling
+from tests.support.families import how
+from tests.support.tiny import randomise, request, tensors
+from tests.unit.policies.test_wan import ti2v_5b
+from tests.unit.rollout.trajectories import replay
+
+HERE, STEPS, TEXT, NEGATIVE = "tests.unit.policies.test_wan_image", 4, "a red house", "grey"
+KINDS = {"wan21": "wan_image", "wan22": f"{HERE}:experts", "5b": f"{HERE}:first_frame"}
+SIZES = {"wan21": ((5, 32, 48), (9, 48, 32)), "wan22": ((5, 32, 48), (9, 48, 32)), "5b": ((5, 64, 96), (9, 96, 64))}
+
+
+def experts(config: TinyConfig) -> Any:
+    """A tiny Wan 2.2 I2V-A14B: two experts that see the image in their channels alone."""
+    made = wan.tiny_experts(config)
+    networks = {
+        name: diffusers.WanTransformer3DModel.from_config(getattr(made, name).config, in_channels=36).eval()
+        for name in ("transformer", "transformer_2")
+    }
+    image = diffusers.WanImageToVideoPipeline(**{**made.components, **networks}, boundary_ratio=0.9)
+    spread_norms(image)
+    return image
+
+
+def first_frame(config: TinyConfig) -> Any:
+    parts = ti2v_5b(config).components
+    return diffusers.WanImageToVideoPipeline(
+        **{name: part for name, part in parts.items() if part is not None}, expand_timesteps=True
+    )
+
+
+@pytest.fixture(scope="module")
+def prompt(tmp_path_factory: pytest.TempPathFactory) -> Prompt:
+    coarse = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+    path = tmp_path_factory.mktemp("images") / "start.png"
+    Image.fromarray(coarse).resize((120, 80)).save(path)
+    return Prompt(0, TEXT, negative=NEGATIVE, images=(examined(path),))
+
+
+def config_of(kind: str) -> ModelConfig:
+    config = TinyConfig(family=KINDS[kind], heads=4)
+    return ModelConfig(tiny=config, max_sequence_length=None if kind == "wan21" else 24)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request: pytest.FixtureRequest) -> tuple[str, PipelinePolicy, Any]:
+    model = resolve_model(config_of(request.param))
+    assert model.family == "wan_image"
+    pipeline = load_pipeline(model, dtype="float32", device="cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = with_euler_steps(pipeline.scheduler)
+    policy = load_policy(model, dtype="float32", device="cpu", parts="all")
+    return request.param, cast("PipelinePolicy", policy), pipeline
+
+
+def encoded(policy: PipelinePolicy, prompt: Prompt, sampling: Sampling) -> list[Any]:
+    found = [tensors(encode_one(policy, key)) for key in asked_of(prompt, sampling)]
+    return [*found, None][:2]
+
+
+@pytest.mark.parametrize(
+    ("place", "cfg"),
+    [(0, 4.0), (1, 1.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 1.0), (1, 4.0)))],
+)
+def test_videos_are_the_stock_pipelines(place: int, cfg: float, loaded: Any, prompt: Prompt) -> None:
+    kind, policy, pipeline = loaded
+    frames, height, width = size = SIZES[kind][place]
+    second = 2.0 if kind == "wan22" and cfg > 1 else None
+    sampling = replace(how("wan", cfg=cfg), resolution=size, true_cfg_scale_2=second)
+    start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
+    theirs = pipeline(
+        opened(prompt.images[0]),
+        [TEXT] * 2,
+        **load_family("wan_image").guidance_arguments(sampling) | {"negative_prompt": [NEGATIVE] * 2},
+        height=height,
+        width=width,
+        num_frames=frames,
+        num_inference_steps=STEPS,
+        latents=start,
+        output_type="pt",
+        max_sequence_length=512 if kind == "wan21" else 24,
+    ).frames
+    branches, made = encoded(policy, prompt, sampling), []
+    black = branches[0] | {"condition": torch.zeros_like(branches[0]["condition"])}
+    for positive in (branches[0], black):
+        x = start
+        with torch.no_grad():
+            for sigma, after in itertools.pairwise(policy.sigmas(STEPS, size)):
+                velocity = policy.velocity(x, sigma.expand(2), positive, branches[1], sampling)
+                x = sde.ode_step(x, velocity, sigma.expand(2), after.expand(2))
+        made.append(policy.decode(x, size))
+    assert made[0].dtype == torch.uint8 and made[0].shape == (2, *size, 3)
+    assert (made[0].int() - (255 * theirs.movedim(2, -1)).round().int()).abs().max() <= 1
+    assert (made[0].float() - made[1].float()).abs().mean() > 1, "the image matters"
+
+
+@pytest.mark.parametrize(("cfg", "sde_type"), [(1.0, "sde"), (4.0, "cps")])
+def test_the_trainer_replays_a_video(cfg: float, sde_type: str, loaded: Any, prompt: Prompt) -> None:
+    kind, policy, _ = loaded
+    size = SIZES[kind][0]
+    sampling = replace(how("wan", cfg=cfg, sde_type=sde_type, noise_level=0.7), resolution=size, num_inference_steps=6)
+    made = DiffusersEngine(policy).generate([request(3, how=sampling, prompt=prompt)])[0].trajectory
+    assert made is not None and (made.negative is None) == (cfg == 1)
+    negative = None if made.negative is None else tensors(made.negative)
+    exact = replay(policy, made, sampling, negative, rows=3)
+    assert torch.equal(exact, torch.zeros_like(exact))
+    planned = shapes_of(resolve_model(config_of(kind)), size, images=1).conditioning
+    found = {name: array.shape for name, array in made.conditioning.items()}
+    assert found | {"image_embeds": None} == {**planned, "image_embeds": None}
+
+
+def test_the_first_frame_of_the_5b_model_is_the_image(loaded: Any, prompt: Prompt) -> None:
+    """Whatever the noise: its latents end as the image's, and adapters do not change their velocity."""
+    kind, policy, _ = loaded
+    if kind != "5b":
+        pytest.skip("in the other models the image is an input alone")
+    size, n = SIZES[kind][0], 2
+    sampling = replace(how("wan", cfg=4.0, sde_type="sde", noise_level=0.7), resolution=size)
+    (positive, negative), x = encoded(policy, prompt, sampling), torch.randn(n, *policy.latent_shape(size))
+    sigma = torch.tensor([0.8, 0.3])
+    with torch.no_grad():
+        velocity = policy.velocity(x, sigma, positive, negative, sampling)
+    ends = x - sigma.view(-1, 1, 1, 1, 1) * velocity
+    assert (ends[:, :, 0] - positive["condition"][:, 0]).abs().max() < 1e-5
+    assert (ends[:, :, 1] - positive["condition"][:, 0]).abs().mean() > 0.1
+
+
+def test_a_lora_round_trips_through_the_stock_pipeline(loaded: Any, prompt: Prompt, tmp_path: Path) -> None:
+    kind, _, _ = loaded
+    model, size = resolve_model(config_of(kind)), SIZES[kind][0]
+    policy = cast("Any", load_policy(model, dtype="float32", device="cpu", parts="all"))
+    pipeline = load_pipeline(model, dtype="float32", device="cpu")
+    sampling, x = replace(how("wan"), resolution=size), torch.randn(2, *policy.latent_shape(size))
+    positive, sigma = encoded(policy, prompt, sampling)[0], torch.tensor([0.95, 0.5])
+    with torch.no_grad():
+        before = policy.velocity(x, sigma, positive, None, sampling)
+    add_lora(policy.transformer, LoraConfig(2, 16.0), policy, seed=0)
+    tensors = {name: parameter.detach() for name, parameter in randomised(policy).items()}
+    ours = policy.velocity(x, sigma, positive, None, sampling)
+    ours.square().sum().backward()
+    assert len(lora_modules(policy.transformer)) == 16 * (2 if kind == "wan22" else 1)
+    assert all(p.grad is not None and p.grad.any() for p in lora_parameters(policy.transformer).values())
+    lora_file.write(tmp_path, tensors, alpha=16.0)
+    read = lora_file.read(tmp_path).with_alpha(16.0).tensors
+    assert read.keys() == tensors.keys() and all(torch.allclose(read[name], tensors[name]) for name in tensors)
+    options, folders = {"weight_name": lora_file.FILE_NAME}, policy.experts or ("transformer",)
+    for folder in folders:
+        second = {"load_into_transformer_2": True} if folder == "transformer_2" else {}
+        place = {"subfolder": folder} if policy.experts else {}
+        pipeline.load_lora_weights(tmp_path, **place, **options, **second)
+    theirs = load_family("wan_image").around(pipeline, torch.float32)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        found = theirs.velocity(x, sigma, positive, None, sampling)
+    assert torch.allclose(ours, found, atol=1e-4) and (ours - before).abs().mean() > 1e-3
+
+
+def randomised(policy: Any) -> dict[str, Any]:
+    randomise(lora_parameters(policy.transformer))
+    return dict(lora_parameters(policy.transformer))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [(32, "frames must be 5"), ((1, 32, 32), "frames must be 5"), ((6, 32, 32), "nearest: 5")]
+)
+def test_sizes_that_are_no_videos_are_refused(size: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shapes_of(resolve_model(config_of("wan21")), size, images=1)
+
+
+def test_what_it_needs_is_said(prompt: Prompt) -> None:
+    policy = load_policy(resolve_model(config_of("wan22")), dtype="float32", device="cpu", parts="all")
+    with pytest.raises(ValueError, match="needs at least 1 image"):
+        policy.encode([TEXT])
+    two = replace(prompt, images=prompt.images * 2)
+    with pytest.raises(ValueError, match="takes at most 1 image, and the prompt has 2"):
+        policy.encode([two.wording])
+    with pytest.raises(ValueError, match="makes images from text alone"):
+        load_family("wan").policy.check_images(1)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"max_sequence_length must be 512 .*, got 24"):
+        shapes_of(resolve_model(replace(config_of("wan21"), max_sequence_length=24)), (5, 32, 32), images=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "condition"),
+    [
+        ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", 16, (20, 21, 60, 104)),
+        ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", 16, (20, 21, 60, 104)),
+        ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 48, (48, 1, 30, 52)),
+    ],
+)
+def test_published_models_take_their_inputs(name: str, channels: int, condition: tuple[int, ...]) -> None:
+    """On the meta device, which computes shapes alone."""
+    architecture, family, size = architectures()[name], cast("Any", load_family("wan_image")), (81, 480, 832)
+    network = family.network(architecture.transformer, torch.bfloat16, architecture.boundary_ratio)
+    policy = family.policy_of(network, None, architecture.vae, dtype=torch.bfloat16)
+    latents, inputs = policy.shapes(size)
+    assert inputs["condition"] == condition and latents[0] == channels
+    assert ("image_embeds" in inputs) == ("2.1" in name)
+    branch = {key: torch.empty(shape, device="meta") for key, shape in inputs.items()}
+    x, sigma = torch.empty(1, *latents, device="meta"), torch.empty(1, device="meta")
+    for expert in network.children() if policy.experts else [network]:
+        # Positions are buffers with values, elsewhere than these inputs.
+        policy.transformer = expert.to("meta")
+        velocity = policy.velocity(x, sigma, branch, None, replace(how("wan"), resolution=size))
+        assert velocity.shape == x.shape and velocity.dtype == torch.float32
