@@ -431,6 +431,18 @@ class PipelinePolicy(Policy):
             ]
         return self._known_statistics[kind]
 
+    def _encoded_image(self, image: Tensor) -> Tensor:
+        """Returns latents [1, C, 1, h, w] of a video VAE for an image [1, channels, H, W] from -1 to 1."""
+        vae = self.whole("encode images").vae
+        # As a whole, whatever `rollout.vae_tiling` says of decoding: tiles would give other tokens.
+        tiles, vae.use_tiling = vae.use_tiling, False
+        try:
+            latents = vae.encode(image.unsqueeze(2).to(vae.device, self._dtype)).latent_dist.mode()
+        finally:
+            vae.use_tiling = tiles
+        mean, std = self._statistics(vae.config, latents)
+        return cast("Tensor", (latents - mean) / std)
+
     def whole(self, purpose: str) -> Any:
         if self.pipeline is None:
             raise RuntimeError(f"this process loaded only the transformer and cannot {purpose}")

@@ -170,9 +170,9 @@ class PipelineFamily(PolicyFamily):
         side, longest = self.policy.pixels_per_token(vae, config), max_sequence_length
         return self.policy(bare, None, side=side, dtype=torch.float32, max_sequence_length=longest)
 
-    def shapes(self, path: str, resolution: Resolution, *, images: int = 1, **options: Any) -> Shapes:
+    def shapes(self, path: str, resolution: Resolution, *, images: int = 0, **options: Any) -> Shapes:
         policy = self.described(path, **options)
-        policy.planned_images = images
+        policy.planned_images = max(images, policy.images[0])
         return policy.shapes(resolution)
 
     def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:

@@ -5,7 +5,7 @@ The text encoder sees each image at an area of 384 × 384 pixels, and the networ
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ _PLACE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 # Of the 4,096 positions, images take half of the larger of their rows and columns before the text, at most so many.
 _MOST_TOKENS = 4096 - 512
 _PROCESSOR = "processor"
-_IMAGE_MARK, _VIDEO_MARK = "<|image_pad|>", "<|video_pad|>"
+IMAGE_MARK, VIDEO_MARK = "<|image_pad|>", "<|video_pad|>"
 # Name of an image's tokens [rows, columns, channels] among the arrays of a prompt.
 _IMAGE = "image_{}"
 
@@ -34,7 +34,7 @@ _IMAGE = "image_{}"
 class QwenImageEditPolicy(QwenImagePolicy):
     family, title = "qwen_image_edit", "Qwen-Image-Edit"
     images = (1, math.inf)
-    marks = (_IMAGE_MARK, _VIDEO_MARK)
+    marks = (IMAGE_MARK, VIDEO_MARK)
 
     def __init__(
         self, transformer: nn.Module, scheduler: Any, *, max_sequence_length: int | None = None, **options: Any
@@ -61,17 +61,10 @@ class QwenImageEditPolicy(QwenImagePolicy):
         return on_host(prompt_embeds=embeds if mask is None else embeds[:, mask[0].bool()], **encoded)
 
     def encode_image(self, image: Tensor) -> Tensor:
-        vae = self.whole("encode images").vae
-        # As a whole, whatever `rollout.vae_tiling` says of decoding: tiles would give other tokens.
-        tiles, vae.use_tiling = vae.use_tiling, False
-        try:
-            latents = vae.encode(image.unsqueeze(2).to(vae.device, self._dtype)).latent_dist.mode()
-        finally:
-            vae.use_tiling = tiles
-        mean, std = self._statistics(vae.config, latents)
+        latents = self._encoded_image(image)
         height, width = latents.shape[-2:]
-        squares = ((latents - mean) / std).view(1, -1, height // 2, 2, width // 2, 2)
-        return cast("Tensor", squares.permute(0, 2, 4, 1, 3, 5).flatten(3))
+        squares = latents.view(1, -1, height // 2, 2, width // 2, 2)
+        return squares.permute(0, 2, 4, 1, 3, 5).flatten(3)
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         tokens = self.planned_tokens + _TEXT_TOKENS_PER_IMAGE * self.planned_images
@@ -110,20 +103,22 @@ def _images(branch: Mapping[str, Tensor]) -> list[Tensor]:
     return [branch[_IMAGE.format(place)] for place in range(len(branch) - 1)]
 
 
-def processor(image_processor: Any, tokenizer: Any) -> Any:
-    """Returns Qwen2-VL's processor of texts and images; the whole one needs torchvision for its videos."""
-    from transformers import ProcessorMixin, Qwen2VLProcessor
+def processor(kind: Any, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> Any:
+    """Returns a Qwen-VL's processor of texts and images; the whole one, `kind`, needs torchvision for its videos."""
+    from transformers import ProcessorMixin
 
-    class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
-        def __init__(self, image_processor: Any = None, tokenizer: Any = None) -> None:
-            self.image_token, self.video_token = _IMAGE_MARK, _VIDEO_MARK
+    class PictureProcessor(kind):  # type: ignore[misc]
+        def __init__(
+            self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None
+        ) -> None:
+            self.image_token, self.video_token = IMAGE_MARK, VIDEO_MARK
             self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
             self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
-            ProcessorMixin.__init__(self, image_processor, tokenizer)
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     # A folder that a pipeline is saved to names the class of transformers.
-    PictureProcessor.__name__, PictureProcessor.__module__ = Qwen2VLProcessor.__name__, Qwen2VLProcessor.__module__
-    return PictureProcessor(image_processor, tokenizer)
+    PictureProcessor.__name__, PictureProcessor.__module__ = kind.__name__, kind.__module__
+    return PictureProcessor(image_processor, tokenizer, chat_template)
 
 
 class QwenImageEditFamily(PipelineFamily):
@@ -134,7 +129,7 @@ class QwenImageEditFamily(PipelineFamily):
     usual_steps = 50
 
     def own_parts(self, path: str | None, revision: str | None = None) -> dict[str, Any]:
-        from transformers import Qwen2Tokenizer
+        from transformers import Qwen2Tokenizer, Qwen2VLProcessor
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         if path is None:
@@ -142,7 +137,7 @@ class QwenImageEditFamily(PipelineFamily):
         # Pillow's, whether or not torchvision is there: an image has the same bits on every machine.
         kinds = (Qwen2VLImageProcessorPil, Qwen2Tokenizer)
         parts = [kind.from_pretrained(path, subfolder=_PROCESSOR, revision=revision) for kind in kinds]
-        return {_PROCESSOR: processor(*parts)}
+        return {_PROCESSOR: processor(Qwen2VLProcessor, *parts)}
 
     def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
         for text in filter(None, (prompt.text, prompt.negative)):
@@ -169,6 +164,7 @@ class QwenImageEditFamily(PipelineFamily):
 
 def tiny_pipeline(config: TinyConfig) -> Any:
     import diffusers
+    from transformers import Qwen2VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = tiny_tokenizer(diffusers.QwenImageEditPlusPipeline(*[None] * 6))
@@ -191,6 +187,6 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         vae=vae.eval(),
         text_encoder=tiny_text_encoder(tokenizer).eval(),
         tokenizer=tokenizer,
-        processor=processor(Qwen2VLImageProcessorPil(), tokenizer),
+        processor=processor(Qwen2VLProcessor, Qwen2VLImageProcessorPil(), tokenizer),
         transformer=transformer.eval(),
     )

@@ -9,6 +9,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_
 from PIL import Image
 
 from async_flowrl.cli import evaluate, generate
+from async_flowrl.policies import qwen_image_21
 from tests.integration.runs import Run, train
 from tests.unit.data.prompt_files import rows
 
@@ -64,11 +65,15 @@ def test_a_run_and_its_commands(edits: list[str], tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny_qwen_image_edit", "tiny_qwen_image_21"])
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
-def test_the_digest_is_one_in_every_mode(mode: str, tune: str, edits: list[str], tmp_path: Path) -> None:
+def test_the_digest_is_one_in_every_mode(
+    mode: str, tune: str, model: str, edits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two pools, one that does both, and a run in two parts; prompts with one and with two images share a batch."""
-    settings = [*edits, f"tune={tune}", "save.every=1", "rollout.tickets_per_batch=2"]
+    monkeypatch.setattr(qwen_image_21, "CONDITION_AREA", 256**2)
+    settings = [*edits, f"model={model}", f"tune={tune}", "save.every=1", "rollout.tickets_per_batch=2"]
     whole = train(tmp_path / "whole", mode, *settings, "total_steps=3")
     shared = train(tmp_path / "shared", mode, *settings, "total_steps=3", "placement=shared")
     train(tmp_path / "parts", mode, *settings, "total_steps=1")

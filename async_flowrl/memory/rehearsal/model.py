@@ -169,7 +169,7 @@ def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
 
 
 def _encoded(policy: PipelinePolicy) -> Conditioning:
-    if policy.images[0]:
+    if policy.images[1] and policy.planned_images:
         policy.encode_image(torch.empty(1, 3, IMAGE_SIDE, IMAGE_SIDE))
     return conditioning(policy)
 

@@ -153,8 +153,8 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
         (latents,) = reached.value.args
         shape = (latents[0] if isinstance(latents, list) else latents).squeeze().shape
         expected = [side for side in policy.latent_shape(size) if side > 1]
-        if policy.images[1]:
-            expected[0] += math.prod(policy.conditioning_shapes()["image_0"][:2])
+        if edited := policy.conditioning_shapes().get("image_0"):
+            expected[0] += math.prod(edited[:2])
         assert shape == tuple(expected), size
         assert torch.equal(stock.scheduler.sigmas.cpu().float(), policy.sigmas(steps, size)), size
 

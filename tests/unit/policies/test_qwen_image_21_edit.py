@@ -1,0 +1,165 @@
+"""Tests of edits of Qwen-Image 2.1 against diffusers' own pipeline, on the tiny model, and of their replay."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from async_flowrl.algorithms import sde
+from async_flowrl.config.schema import LoraConfig
+from async_flowrl.data.condition_images import examined
+from async_flowrl.image_file import opened
+from async_flowrl.policies import qwen_image_21
+from async_flowrl.policies.lora import add_lora, lora_parameters
+from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model, shapes_of
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.types import Prompt
+from tests.support.families import NAMES, how, model_config, pipeline_of, policy_of
+from tests.support.tiny import randomise, request, tensors
+from tests.unit.rollout.trajectories import replay
+
+FAMILY, TEXT, NEGATIVE, STEPS = "qwen_image_21", "make the house blue", "grey", 3
+pytestmark = pytest.mark.skipif(FAMILY not in NAMES, reason="diffusers is older than the family")
+CASES = list(itertools.product(((32, 64), (96, 32)), (1, 2), (1.0, 4.0)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_images() -> Iterator[None]:
+    """A 16th of the tokens of an image."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen_image_21, "CONDITION_AREA", 256**2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Prompt]:
+    """Number of images → a prompt with so many, of different aspect ratios."""
+    folder, images = tmp_path_factory.mktemp("images"), []
+    for seed, size in enumerate([(200, 300), (256, 128)]):
+        coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize(size[::-1]).save(folder / f"{seed}.png")
+        images.append(examined(folder / f"{seed}.png"))
+    return {count: Prompt(0, TEXT, negative=NEGATIVE, images=tuple(images[:count])) for count in (0, 1, 2)}
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return policy_of(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def stock() -> Any:
+    return pipeline_of(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def encoded(policy: Any, prompts: dict[int, Prompt]) -> dict[int, list[dict[str, Tensor]]]:
+    """Number of images → the arrays of the prompt and of its negative prompt."""
+    return {
+        count: [tensors(found) for found in policy.encode([prompt.wording, prompt.negative_wording("")])]
+        for count, prompt in prompts.items()
+    }
+
+
+@pytest.mark.parametrize(("size", "count", "cfg"), CASES)
+def test_edits_are_the_stock_pipelines(
+    size: tuple[int, int], count: int, cfg: float, policy: Any, stock: Any, prompts: Any, encoded: Any
+) -> None:
+    """Latents and pixels; also with another image, which changes them."""
+    start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
+    sampling = replace(how(FAMILY, cfg=cfg), resolution=size)
+    guidance = {"negative_prompt": NEGATIVE if cfg > 1 else None, "true_cfg_scale": cfg}
+    asked = {"height": size[0], "width": size[1], "num_inference_steps": STEPS, "output_resolution": 256, **guidance}
+    images = [opened(image) for image in prompts[count].images]
+    theirs = stock(TEXT, image=images, latents=start, num_images_per_prompt=2, output_type="latent", **asked).images
+    positive, negative = encoded[count]
+
+    def sampled(branch: dict[str, Tensor]) -> Tensor:
+        x = start
+        with torch.no_grad():
+            for sigma, after in itertools.pairwise(policy.sigmas(STEPS, size)):
+                v = policy.velocity(x, sigma.expand(2), branch, negative if cfg > 1 else None, sampling)
+                x = sde.ode_step(x, v, sigma.expand(2), after.expand(2))
+        return x
+
+    ours = sampled(positive)
+    assert (ours - theirs).abs().max() < 2e-5
+    (picture,) = stock(TEXT, image=images, latents=start[:1], output_type="pil", **asked).images
+    white = Image.new("RGB", picture.size, "white")
+    white.paste(picture, mask=picture.getchannel("A"))
+    decoded = policy.decode(ours[:1], size)[0].numpy()
+    assert np.abs(decoded.astype(int) - np.asarray(white)).max() <= 1 and decoded.std() > 10
+    assert (sampled(positive | {"image_0": torch.zeros_like(positive["image_0"])}) - ours).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
+def test_the_trainer_replays_an_edit(cfg: float, kind: str, policy: Any, prompts: Any) -> None:
+    sampling = replace(how(FAMILY, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
+    wanted = request(3, how=sampling, prompt=prompts[2], noise_steps=(0, 1))
+    found = DiffusersEngine(policy).generate([wanted])[0].trajectory
+    assert found is not None and (found.negative is None) == (cfg == 1)
+    assert found.conditioning.keys() == {"prompt_embeds", "before_0", "image_0", "before_1", "image_1"}
+    negative = None if found.negative is None else tensors(found.negative)
+    exact = replay(policy, found, sampling, negative, rows=3)
+    assert torch.equal(exact, torch.zeros_like(exact))
+
+
+def test_prompts_with_none_one_and_two_images_share_a_batch(policy: Any, encoded: Any) -> None:
+    sampling = how(FAMILY, cfg=3.0)
+    x = torch.randn(3, *policy.latent_shape(32), generator=torch.Generator().manual_seed(1))
+    sigma, pairs = torch.tensor([0.9, 0.5, 0.2]), [encoded[count] for count in (0, 1, 2)]
+    with torch.no_grad():
+        together = policy.velocity_of(x, sigma, [p for p, _ in pairs], [n for _, n in pairs], sampling)
+        alone = [policy.velocity(x[i : i + 1], sigma[i : i + 1], *pairs[i], sampling) for i in range(3)]
+    assert (together - torch.cat(alone)).abs().max() < 1e-5
+
+
+def test_every_adapted_layer_has_a_gradient(encoded: Any) -> None:
+    policy: Any = policy_of(FAMILY)
+    add_lora(policy.transformer, LoraConfig(2, 16.0), policy, seed=0)
+    randomise(lora_parameters(policy.transformer))
+    x = torch.randn(1, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
+    policy.velocity(x, torch.tensor([0.5]), encoded[1][0], None, how(FAMILY)).square().sum().backward()
+    found = lora_parameters(policy.transformer)
+    assert found and [name for name, p in found.items() if p.grad is None or not p.grad.any()] == []
+
+
+def test_the_host_reads_nothing_from_the_device(encoded: Any) -> None:
+    """Fake tensors have no values: whatever looked at one would raise."""
+    policy: Any = policy_of(FAMILY)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        branch = {name: mode.from_tensor(array) for name, array in encoded[2][0].items()}
+        x = mode.from_tensor(torch.zeros(1, *policy.latent_shape(32)))
+        assert policy.velocity(x, torch.ones(1), branch, None, how(FAMILY)).shape == x.shape
+
+
+def test_processes_of_parts_and_random_weights_have_the_same_arrays(prompts: Any, encoded: Any) -> None:
+    (alone,) = policy_of(FAMILY, parts="text").encode([prompts[1].wording])
+    assert all(torch.equal(array, encoded[1][0][name]) for name, array in tensors(alone).items())
+    model = resolve_model(replace(model_config(FAMILY), weights="random", dtype="float32"))
+    drawn = load_policy(model, dtype="float32", device="cpu", parts="all")
+    (arrays,) = drawn.encode([prompts[2].wording])
+    assert arrays.keys() == encoded[2][0].keys() and arrays["image_1"].shape == (16, 16, 64)
+
+
+def test_sizes_are_planned_for_the_most_images() -> None:
+    model = resolve_model(model_config(FAMILY))
+    none, two = (shapes_of(model, 32, images).conditioning for images in (0, 2))
+    assert none.keys() == {"prompt_embeds"}
+    assert two.keys() - none.keys() == {"before_0", "image_0", "before_1", "image_1"}
+
+
+def test_what_it_cannot_do_is_refused(policy: Any, prompts: Any) -> None:
+    model = resolve_model(model_config(FAMILY))
+    LengthCheck(model)(prompts[2])
+    with pytest.raises(ValueError, match="8191 positions"):
+        LengthCheck(model)(replace(prompts[1], images=prompts[1].images * 400))
+    with pytest.raises(ValueError, match="no text may have it"):
+        policy.check_marks("<|image_pad|>")
