@@ -1,11 +1,13 @@
 """Tests of the example rewards: they do what their README says."""
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from async_flowrl.config.schema import DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import load_data
@@ -46,3 +48,17 @@ def test_custom_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scores.by_term == {"sharp": (0.0, 1.0), "judge": (1.0, 0.5)}
     assert not is_deterministic(config)
     worker.close()
+
+
+def test_edits_of_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "editing"))
+    shapes = importlib.import_module("shapes")
+    shapes.write(tmp_path, 2)
+    for prompt in load_data(DataConfig(train=str(tmp_path / "edits.jsonl")), needs_target=True).train:
+        source = np.asarray(Image.open(prompt.images[0].path))
+        left, top, right, bottom = prompt.metadata["edit_box"]
+        edited = source.copy()
+        edited[top:bottom, left:right] = shapes.COLORS[prompt.target]
+        before, after = shapes.square_color(np.stack([source, edited]), prompt, [source])
+        assert after == 1.0 > before
