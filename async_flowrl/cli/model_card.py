@@ -25,6 +25,7 @@ from async_flowrl.observability.evaluations import (
     read_evaluations,
 )
 from async_flowrl.observability.events import read_events
+from async_flowrl.observability.images import SOURCES
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.pipeline_family import PipelineFamily
@@ -51,7 +52,8 @@ def write_card(
 
     base = lora_file.hub_name(source.model.path) if source.model is not None else None
     videos = source.config is not None and frames_of(configured(source.config.rollout)[0]) is not None
-    task = "text-to-video" if videos else "text-to-image"
+    edits = source.run is not None and (source.run / "images" / SOURCES).is_dir()
+    task = f"{'image' if edits else 'text'}-to-{'video' if videos else 'image'}"
     front = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "finetune" if source.whole is not None else "adapter",

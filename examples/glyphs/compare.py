@@ -24,7 +24,7 @@ from benchmarks.markdown_tables import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.flow import STEPS
 from examples.glyphs.learning_curves import read
-from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, QUANTIZED, draw, table
+from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, LOOKS, QUANTIZED, draw, table
 from examples.glyphs.run_result import Result, load_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,8 @@ JUDGED_FAST = (14, 15, 16, 17, 18)
 """Test seeds of `fast`, with which no setting was chosen: `--variants one_step_off fast --seeds 14 15 16 17 18`."""
 JUDGED_QUANTIZED = (20, 21, 22, 23, 24)
 """Test seeds of a base in 8 and 4 bits, with which nothing else was run or chosen: `--variants int8 nf4`."""
+JUDGED_LOOKS = (30, 31, 32, 33, 34)
+"""Test seeds of `vivid` and `direct_align`, with which nothing was chosen: `--variants vivid direct_align`."""
 COPIES = 64
 """Images per held-out word after training: 1,024 images, whose mean score has a standard error of 0.011."""
 
@@ -68,6 +70,10 @@ VARIANTS = {
     "fast": Variant("one_step_off", seeds=JUDGED_FAST, experiment="glyphs_fast", sampling_steps=8),
     "int8": Variant("one_step_off", ("model.quantize=int8",), JUDGED_QUANTIZED),
     "nf4": Variant("one_step_off", ("model.quantize=nf4",), JUDGED_QUANTIZED),
+    "vivid": Variant("one_step_off", ("runtime.backend=local",), JUDGED_LOOKS, experiment="glyphs_vivid"),
+    "direct_align": Variant(
+        "one_step_off", ("runtime.backend=local",), JUDGED_LOOKS[:3], experiment="glyphs_direct_align"
+    ),
     "grpo_sync": flow_grpo("sync"),
     "grpo_one_step_off": flow_grpo("one_step_off"),
     "grpo_fully_async": flow_grpo("fully_async", "max_staleness=3"),
@@ -113,17 +119,19 @@ def sections(found: Sequence[Result]) -> dict[str, list[Result]]:
     """Splits the results into the sections of the page; a key is the name of the section's markers.
 
     `fast` and `full` (whole weights) also hold the runs of the recipe they are compared with, for the same seeds;
-    `quantized` has all of them.
+    `quantized` and `looks` have all of them.
     """
     parts = {FLOW_GRPO: "flow_grpo", FAST: FAST, FULL: FULL, **dict.fromkeys(QUANTIZED, "quantized")}
+    parts |= dict.fromkeys(LOOKS, "looks")
     grouped: dict[str, list[Result]] = {"compare": [], **{name: [] for name in parts.values()}}
     for result in found:
-        grouped[parts.get(result.variant.split("_")[0], "compare")].append(result)
+        grouped[parts.get(result.variant, parts.get(result.variant.split("_")[0], "compare"))].append(result)
     for name in (FAST, FULL):
         seeds = {result.seed for result in grouped[name]}
         grouped[name] += [r for r in grouped["compare"] if r.variant == AGAINST and r.seed in seeds]
-    if grouped["quantized"]:
-        grouped["quantized"] += [r for r in grouped["compare"] if r.variant == AGAINST]
+    for name in ("quantized", "looks"):
+        if grouped[name]:
+            grouped[name] += [r for r in grouped["compare"] if r.variant == AGAINST]
     return grouped
 
 

@@ -49,14 +49,15 @@ def main() -> None:
 def read(run: Path) -> Curve:
     """Reads the curve from metrics.jsonl of a run directory. Raises FileNotFoundError if there is none."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    key = "evaluation{}/ocr/mean"
+    trained = any("evaluation/ocr/mean" in row for row in rows)
+    key = "evaluation{}/ocr/mean" if trained else "evaluation{}/held_out/ocr/mean"
     evaluations = [(-1, rows[0][key.format("_before")])] if key.format("_before") in rows[0] else []
     evaluations += [(i, r[key.format("")]) for i, r in enumerate(rows) if r.get(key.format("")) is not None]
     return Curve(
         run.name,
         list(accumulate(r["images"] for r in rows)),
         list(accumulate(r["timing/step"] for r in rows)),
-        [r["reward/mean"] for r in rows],
+        [r.get("reward/ocr/mean", r["reward/mean"]) for r in rows],
         evaluations,
     )
 

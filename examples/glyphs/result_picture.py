@@ -11,7 +11,7 @@ from examples.glyphs.run_result import Result, goal_ratios, interval, score_diff
 
 GOAL = 0.8
 """OCR score on held-out words (not trained on) until which images and seconds are counted."""
-FINAL = ("ocr", "other_reader", "wrong_word", "templates", "sharpness", "variety")
+FINAL = ("ocr", "other_reader", "wrong_word", "templates", "sharpness", "variety", "contrast")
 """Keys of `Result.final` that the table shows."""
 COLOURS = {
     "one_step_off": "#1f5fa8",
@@ -25,6 +25,8 @@ COLOURS = {
     "full_permuted": "#b03060",
     "int8": "#2f9e6e",
     "nf4": "#d9822b",
+    "vivid": "#2f9e6e",
+    "direct_align": "#d9822b",
 }
 """Variant to its colour, in the order of the table."""
 FLOW_GRPO = "grpo"
@@ -34,6 +36,8 @@ FAST, FULL, AGAINST = "fast", "full", "one_step_off"
 
 QUANTIZED = ("int8", "nf4")
 """Variants whose base is stored in 8 and 4 bits; they and AGAINST have other seeds."""
+LOOKS = ("vivid", "direct_align")
+"""Variants that keep variety and contrast; they and AGAINST have other seeds."""
 
 
 def draw(results: Sequence[Result], out: Path) -> None:
@@ -69,15 +73,15 @@ def table(results: Sequence[Result]) -> str:
     """Returns Markdown: one line per run, each variant compared with sync, and fast compared with one_step_off."""
     lines = [
         "| variant | seed | images | before | OCR | other reader | wrong word | letters by template | sharpness | "
-        "variety | seconds (load) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "variety | contrast | seconds (load) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in [*COLOURS, *sorted({r.variant for r in results} - set(COLOURS))]:
         lines += [_line(result) for result in results if result.variant == variant]
     others = [name for name in COLOURS if name not in ("sync", "permuted", "full_permuted", FAST, FULL)]
     others += [f"{FLOW_GRPO}_{name}" for name in others]
     compared = [_against_sync(results, name) for name in others]
-    return "\n".join([*lines, *filter(None, [*compared, _fast(results), _full(results), _quantized(results)])])
+    return "\n".join([*lines, *filter(None, [*compared, _fast(results), _full(results), _unpaired(results)])])
 
 
 def _against_sync(results: Sequence[Result], variant: str) -> str:
@@ -122,12 +126,12 @@ def _full(results: Sequence[Result]) -> str:
     return "\n" + "\n\n".join(lines) if lines else ""
 
 
-def _quantized(results: Sequence[Result]) -> str:
-    """Returns differences of means and their intervals, of the base that is stored in fewer bits and the float one."""
+def _unpaired(results: Sequence[Result]) -> str:
+    """Returns differences of means and their intervals, of QUANTIZED and LOOKS less AGAINST."""
     lines = []
-    for variant in QUANTIZED:
+    for variant in (*QUANTIZED, *LOOKS):
         ones, others = ([r for r in results if r.variant == name] for name in (variant, AGAINST))
-        for key in ("ocr", "other_reader", "variety"):
+        for key in ("ocr", "other_reader", "variety", "contrast"):
             values = [[r.final[key] for r in some if key in r.final] for some in (ones, others)]
             if (bounds := welch(*values)) is not None:
                 lines.append(
