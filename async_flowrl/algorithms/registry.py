@@ -231,6 +231,9 @@ def _check_run(algorithm: Algorithm, run: Config) -> None:
         )
     if run.group_size == 1 and not differentiates_reward(algorithm):
         raise ValueError(f"{algorithm.name} compares the images of a group: group_size must be at least 2, got 1")
+    if differentiates_reward(algorithm) and (after := run.data.curriculum.after) is not None:
+        alike = f"data.curriculum.after={after} sets prompts aside whose images are alike"
+        raise ValueError(f"{algorithm.name} does not compare images, and {alike}: leave it out")
     levels, forward = rows_per_image(run.algorithm, run.rollout.num_inference_steps), run.trainer.timesteps_per_forward
     joins = getattr(algorithm, "joins_levels", False) and run.trainer.updates_per_batch > 1
     if joins and forward not in (None, levels):

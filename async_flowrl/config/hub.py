@@ -64,5 +64,6 @@ def patterns(folders: Sequence[str], parts: str) -> list[str]:
     """Returns glob patterns of the files that are needed for `parts`, one of registry.PARTS."""
     structure = ["model_index.json", "scheduler/*", *(f"{folder}/*.json" for folder in folders)]
     networks = [folder for folder in folders if folder.startswith("transformer")]
-    whole = {"structure": [], "transformer": networks, "vae": ["vae"]}.get(parts, folders)
+    others = [folder for folder in folders if not folder.startswith(("transformer", "text_encoder", "image_encoder"))]
+    whole = {"structure": [], "transformer": networks, "vae": others}.get(parts, folders)
     return [*structure, *(f"{folder}/*" for folder in whole)]

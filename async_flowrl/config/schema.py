@@ -729,7 +729,7 @@ class Config:
     prompts_per_step: int = setting(2, at_least=1)
     """Prompts per training step, one group of images each."""
     group_size: int = setting(16, at_least=1)
-    """Images per prompt: their rewards are compared with each other."""
+    """Images per prompt, whose rewards are compared with each other; with direct_align 1 is enough."""
     ticket_size: int | None = setting(None, at_least=1, changes=ROUNDING)
     """Images per ticket, the work that a rollout worker gets at a time; must divide group_size; null = group_size."""
     max_staleness: int = setting(1, at_least=0)

@@ -58,7 +58,7 @@ FAMILIES = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Values of `parts` in `load_policy`.
-PARTS = ("all", "offload", "cached", "text", "transformer", "structure")
+PARTS = ("all", "offload", "cached", "text", "vae", "transformer", "structure")
 # Prompts that a family checks per call; each call loads the tokenizer.
 PROMPTS_AT_A_TIME = 32_768
 # Tokens that a template and the tokenizer may add. A text never has more tokens than bytes, so one of fewer bytes than

@@ -45,9 +45,9 @@ class Reward(Protocol):
       worker calls it when the servers are ready, and again after one came up at another address. `token` is text or
       None.
     - `memory_gib`, a number or a static method that gets the reward's options: GiB of device memory during scoring, for
-      weights and activations. Of a differentiable reward the method also gets, for the trainer's plan,
-      `differentiated`, the number of images that a gradient goes through. None or absent means unknown. Memory plans
-      count it where the pool has GPUs.
+      weights and activations. A method with an argument `differentiated` gets it for the trainer's plan of a
+      differentiable reward: the number of images that a gradient goes through. None or absent means unknown. Memory
+      plans count it where the pool has GPUs.
     - `keep_in(folder)`, of the instance: called once in every reward worker with the run directory. A resumed run finds
       the files that the reward wrote there, if the worker's node sees that directory.
     - `for_term(name)`, of the instance: called once with the name of the term, its key under `reward.terms`.

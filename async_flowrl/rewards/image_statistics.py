@@ -33,7 +33,10 @@ def _sharpness_of_tensor(images: "Tensor", prompt: Prompt) -> "Tensor":
     from torch.nn import functional
 
     red, green, blue = (255.0 * images).unbind(dim=1)
-    grey = functional.pad((0.299 * red + 0.587 * green + 0.114 * blue)[:, None], (1, 1, 1, 1), mode="reflect")
+    grey = (0.299 * red + 0.587 * green + 0.114 * blue)[:, None]
+    # The border is reflected as OpenCV does it; the gradient of torch's own padding is not repeatable on a GPU.
+    grey = torch.cat([grey[:, :, 1:2], grey, grey[:, :, -2:-1]], dim=2)
+    grey = torch.cat([grey[..., 1:2], grey, grey[..., -2:-1]], dim=3)
     kernel = torch.tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]], device=images.device)
     return functional.conv2d(grey, kernel[None, None]).flatten(1).var(dim=1, correction=0)
 

@@ -85,11 +85,14 @@ def is_deterministic(config: RewardConfig) -> bool:
 def check_differentiable(config: RewardConfig) -> None:
     """Raises ValueError for the first term without a gradient. Nothing is built."""
     for key, term in config.terms.items():
-        if not _flag(f"{TRAINED}.{key}", attribute := resolve_term(key, term), DIFFERENTIABLE, term.options):
+        where, attribute = f"{TRAINED}.{key}", resolve_term(key, term)
+        flags = [_flag(where, attribute, flag, term.options) for flag in (DIFFERENTIABLE, SOURCES)]
+        if flags != [True, False] or not hasattr(attribute, "of_tensor"):
             able = ", ".join(name for name, place in REWARDS.items() if _differentiable(name, place))
             raise ValueError(
-                f"{TRAINED}.{key}: algorithm=direct_align needs the gradient of the reward, and "
-                f"{getattr(attribute, '__name__', key)} has none (differentiable = True); built in with one: {able}"
+                f"{where}: algorithm=direct_align needs the gradient of the reward from the image alone, and "
+                f"{getattr(attribute, '__name__', key)} has none (differentiable = True and of_tensor); built in with "
+                f"one: {able}"
             )
 
 
@@ -98,10 +101,18 @@ def _differentiable(name: str, place: str) -> bool:
 
 
 def differentiable_terms(config: RewardConfig) -> list[tuple[float, Callable[..., Any]]]:
-    """Returns weight and `of_tensor` of every term, built; raises ValueError as `check_differentiable`."""
+    """Returns weight and `of_tensor` of every term, with its network loaded; raises as `check_differentiable`."""
     check_differentiable(config)
-    rewards = {key: cast("Any", _build(key, term).reward) for key, term in config.terms.items()}
-    return [(term.weight, rewards[key].of_tensor) for key, term in config.terms.items()]
+    terms = []
+    for key, term in config.terms.items():
+        attribute = cast("Any", resolve_term(key, term))
+        if inspect.isclass(attribute):
+            reward = cast("Any", _build(key, term).reward)
+            getattr(reward, "load", lambda: None)()
+            terms.append((term.weight, reward.of_tensor))
+        else:
+            terms.append((term.weight, functools.partial(attribute.of_tensor, **term.options)))
+    return terms
 
 
 def keeps_scores(config: RewardConfig) -> bool:
@@ -133,7 +144,9 @@ def memory_gib(key: str, term: RewardTerm, **rows: int) -> float | None:
     Raises ValueError if the reward cannot be found, or states something other than a finite number of at least 0.
     """
     gib = getattr(resolve_term(key, term), "memory_gib", None)
-    gib = gib(**term.options, **rows) if callable(gib) else gib
+    if callable(gib):
+        takes = inspect.signature(gib).parameters
+        gib = gib(**term.options, **{name: value for name, value in rows.items() if name in takes})
     if gib is not None and (isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < math.inf):
         raise ValueError(f"reward.terms.{key}: memory_gib must be a finite number of at least 0, got {gib!r}")
     return gib

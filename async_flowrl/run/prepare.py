@@ -131,7 +131,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         sizes = allowed_sizes(model, config, data)
         most_images = max(data.train.most_images, data.evaluation.most_images)
         frames = max(frames_of(size) or 1 for size in sizes)
-        if frames > 1 and differentiates_reward(algorithm):
+        if differentiates_reward(algorithm) and any(frames_of(size) for size in sizes):
             raise ValueError(f"{algorithm.name} takes the gradient of images, and these are videos of {frames} frames")
         check_groups(config, frames, most_images)
         shapes = shapes_of(model, sizes[-1], most_images)

@@ -29,7 +29,7 @@ class DifferentiableReward:
 
         def score(latents: Tensor) -> Tensor:
             images = self._policy.pixels(latents, resolution)
-            scores = [weight * of_tensor(images, prompt) for weight, of_tensor in self._terms]
+            scores = [weight * of_tensor(images, prompt).to(latents.device) for weight, of_tensor in self._terms]
             return torch.stack(scores).sum(dim=0)
 
         return score

@@ -1,8 +1,21 @@
 """A reward that a random tiny model learns within seconds, for tests."""
 
 import numpy as np
+from torch import Tensor
 
 from async_flowrl.types import ByteArray, Prompt
+
+
+class DifferentiableBrightness:
+    """The same with its gradient."""
+
+    differentiable = True
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> list[float]:
+        return brightness(images, prompt)
+
+    def of_tensor(self, images: Tensor, prompt: Prompt) -> Tensor:
+        return images.flatten(1).mean(dim=1)
 
 
 def brightness(images: ByteArray, prompt: Prompt) -> list[float]:

@@ -79,6 +79,22 @@ def test_the_policy_flees_its_reward_when_it_is_negated(algorithm: str, tmp_path
     assert gain(follow(tmp_path / "run", algorithm, *away)) < -MOVED
 
 
+@pytest.mark.parametrize("negated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_policy_follows_the_gradient_of_its_reward(negated: bool, tmp_path: Path) -> None:
+    """One image per prompt, through the VAE; with a negated reward images get darker."""
+    own = "+reward.terms={b: {name: 'tests.integration.brightness:DifferentiableBrightness'}}"
+    settings = (
+        "algorithm=direct_align",
+        "group_size=1",
+        "trainer.micro_batch_size=1",
+        "evaluate.images_per_prompt=3",
+        "total_steps=4",
+    )
+    rates = ("trainer.learning_rate=0.03", "evaluate.before_training=true", f"algorithm.negate_reward={negated}")
+    run = train(tmp_path / "run", "one_step_off", *WHOLE, "~reward.terms.color", own, *settings, *rates)
+    assert gain(run) < -MOVED if negated else gain(run) > MOVED
+
+
 SLOW_CORRECTIONS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mask", "tis")]
 
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.hub import patterns
 from async_flowrl.memory.footprints import GIB, planned_trainer
 from async_flowrl.rewards.aesthetic import Aesthetic
 from async_flowrl.rewards.clip import VIT_L, ClipScore, PickScore, resized
@@ -80,6 +81,18 @@ def test_rewards_without_a_gradient_and_groups_of_one_are_refused(tmp_path: Path
     with pytest.raises(ValueError, match="group_size"):
         prepare(precheck(compose_config("one_step_off", [*usual, "reward=sharpness"])))
     check_differentiable(compose_config("one_step_off", ["reward=sharpness"]).reward)
+    for reward in ("clip_direction", "jpeg_compressibility"):
+        with pytest.raises(ValueError, match=rf"reward\.terms\.{reward}"):
+            check_differentiable(compose_config("one_step_off", [f"reward={reward}"]).reward)
+    settings = ("reward=sharpness", "algorithm=direct_align", "data.curriculum.after=1")
+    with pytest.raises(ValueError, match="curriculum"):
+        prepare(precheck(compose_config("one_step_off", [*usual, *settings])))
+
+
+def test_a_vae_alone_needs_no_weights_of_text_encoders() -> None:
+    wanted = patterns(["scheduler", "text_encoder", "tokenizer", "transformer", "vae"], "vae")
+    assert {"vae/*", "tokenizer/*"} <= set(wanted)
+    assert {"text_encoder/*", "transformer/*"}.isdisjoint(wanted)
 
 
 def test_the_plan_of_a_trainer_counts_the_reward_and_the_vae() -> None:
