@@ -187,7 +187,7 @@ class PipelinePolicy(Policy):
         """Raises ValueError if a prompt cannot have so many images."""
         least, most = cls.images
         if not least <= count <= most:
-            takes = f"needs at least {least} image to edit" if count < least else f"takes at most {most} image"
+            takes = f"needs at least {least} image" if count < least else f"takes at most {most} image"
             takes = takes if most else "makes images from text alone"
             raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images, data.images)")
 

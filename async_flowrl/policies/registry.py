@@ -286,16 +286,17 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
     """Loads the diffusers pipeline itself, for tools that sample with it. Raises ValueError for random weights."""
     if resolved.random:
         raise ValueError("model.weights=random: random weights make no images to look at; set model.weights=files")
-    from diffusers import DiffusionPipeline
+    import diffusers
 
     from async_flowrl.policies.pipeline_family import load_whole, quiet, weight_options
 
-    family = load_family(resolved.family)
+    family, stock = load_family(resolved.family), diffusers.DiffusionPipeline
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
-        if isinstance(family, PipelineFamily):
+        if isinstance(family, PipelineFamily):  # `model.family` may name another than the files do.
+            stock = getattr(diffusers, family.pipeline)
             options |= family.own_parts(resolved.path, resolved.revision)
-        return load_whole(DiffusionPipeline, resolved.path, torch.device(device), **options)
+        return load_whole(stock, resolved.path, torch.device(device), **options)
 
 
 def _family(configured: str, file: Path, path: str) -> str:

@@ -228,3 +228,11 @@ def test_published_models_take_their_inputs(name: str, channels: int, condition:
         policy.transformer = expert.to("meta")
         velocity = policy.velocity(x, sigma, branch, None, replace(how("wan"), resolution=size))
         assert velocity.shape == x.shape and velocity.dtype == torch.float32
+
+
+def test_a_folder_of_text_to_video_is_looked_at_as_the_family_says(tmp_path: Path) -> None:
+    """TI2V-5B is published as a WanPipeline, which takes no image."""
+    ti2v_5b(TinyConfig(heads=4)).save_pretrained(tmp_path)
+    for family, stock in (("wan", diffusers.WanPipeline), ("wan_image", diffusers.WanImageToVideoPipeline)):
+        model = resolve_model(ModelConfig(path=str(tmp_path), family=family))
+        assert isinstance(load_pipeline(model, dtype="float32", device="cpu"), stock)
