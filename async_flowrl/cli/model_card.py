@@ -52,8 +52,7 @@ def write_card(
 
     base = lora_file.hub_name(source.model.path) if source.model is not None else None
     videos = source.config is not None and frames_of(configured(source.config.rollout)[0]) is not None
-    edits = source.run is not None and (source.run / "images" / SOURCES).is_dir()
-    task = f"{'image' if edits else 'text'}-to-{'video' if videos else 'image'}"
+    task = f"{'image' if _edits(source) else 'text'}-to-{'video' if videos else 'image'}"
     front = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "finetune" if source.whole is not None else "adapter",
@@ -198,19 +197,26 @@ def _draw_grid(out: Path, source: Source) -> None:
     sheet.save(out / GRID, format="PNG", optimize=True)
 
 
+def _edits(source: Source) -> bool:
+    """Returns True for a family that needs images, and for a run whose prompts had some."""
+    family = None
+    with suppress(ValueError, OSError):  # a model that is not here
+        family = load_family(resolve_model(source.model).family) if source.model is not None else None
+    needed = isinstance(family, PipelineFamily) and family.policy.images[0] > 0
+    return needed or (source.run is not None and (source.run / "images" / SOURCES).is_dir())
+
+
 def _call(source: Source) -> str:
     import diffusers
 
     arguments: dict[str, Any] = {}
-    edits = False
     with suppress(ValueError, OSError, AttributeError):  # a model that is not here, or whose pipeline is not diffusers'
         if source.model is not None:
             family = load_family(resolve_model(source.model).family)
             config = source.config or usual(source.model.path)
             pipeline = getattr(diffusers, getattr(family, "pipeline", ""))
             arguments = arguments_of(pipeline, config.model, sampling_of(config), family)
-            edits = isinstance(family, PipelineFamily) and family.policy.images[0] > 0
-    return f"{'video' if 'num_frames' in arguments else 'image'} = {in_diffusers(arguments, edits=edits)}"
+    return f"{'video' if 'num_frames' in arguments else 'image'} = {in_diffusers(arguments, edits=_edits(source))}"
 
 
 def _usage(source: Source, base: str | None) -> str:

@@ -22,6 +22,8 @@ MAX_TOKENS = 77
 
 # OpenAI's mean and standard deviation of red, green and blue, for pixels in 0 .. 1.
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+# Distance of two embeddings of length 1 below which an edit has no direction.
+UNCHANGED = 1e-3
 # GiB of ViT-H/14 and ViT-L/14: of the weights in float32, of the activations per image of a batch, and with gradient.
 VIT_H, VIT_L = (3.68, 0.0202, 0.396), (1.60, 0.0163, 0.332)
 PUBLISHED = {
@@ -79,7 +81,7 @@ class Clip:
         check_path(self.reward, "model", self.model)
         check_path(self.reward, "processor", self.processor or self.model)
 
-    def image_embeddings(self, images: ByteArray) -> Iterator["torch.Tensor"]:
+    def image_embeddings(self, images: ByteArray | Sequence[ByteArray]) -> Iterator["torch.Tensor"]:
         """Yields embeddings of images uint8 [n, H, W, 3], batch by batch: float32 [b, d] of length 1, on the device."""
         network = self.load()
         for start in range(0, len(images), self.batch_size):
@@ -156,7 +158,7 @@ class Clip:
         return model
 
 
-def _pixels(processor: Any, images: ByteArray) -> "torch.Tensor":
+def _pixels(processor: Any, images: ByteArray | Sequence[ByteArray]) -> "torch.Tensor":
     """Scales the shortest side to the model's size (bicubic), crops the centre and normalises: float32 [b, 3, h, w]."""
     inputs = processor([Image.fromarray(image) for image in images], return_tensors="pt")
     return cast("torch.Tensor", inputs["pixel_values"])
@@ -246,11 +248,13 @@ class ClipScore(Clip):
 class ClipDirection(Clip):
     """cos(image - source, edited caption - source caption), of CLIP's embeddings, which have length 1.
 
-    It is Gal et al. 2021 ("StyleGAN-NADA") as InstructPix2Pix (arXiv 2211.09800) takes it; an image equal to its source
-    has 0. The columns `source` and `edited` hold captions of the prompt's first image before and after the edit.
+    It is Gal et al. 2021 ("StyleGAN-NADA") as InstructPix2Pix (arXiv 2211.09800) takes it; an image whose embedding is
+    nearer than UNCHANGED to its source's has 0. The columns `source` and `edited` hold captions of the prompt's first
+    image before and after the edit.
     """
 
     sources = True
+    differentiable = False
     memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
 
     def __init__(
@@ -283,10 +287,15 @@ class ClipDirection(Clip):
         self.check(prompt)
         with torch.inference_mode():
             before, after = (self.text_embedding(prompt.metadata[column]) for column in self.columns)
-            (source,) = next(self.image_embeddings(sources[0][None]))
-            changes = [(batch - source).double() for batch in self.image_embeddings(images)]
-            cosines = [torch.nn.functional.cosine_similarity(change, (after - before).double()) for change in changes]
-            return [float(cosine) for batch in cosines for cosine in batch.cpu()]
+            direction, scores = (after - before).double(), []
+            # The source goes with each batch, because embeddings from batches of another size differ in the last bits.
+            for start in range(0, len(images), beside := max(1, self.batch_size - 1)):
+                together = self.image_embeddings([sources[0], *images[start : start + beside]])
+                source, *results = torch.cat(list(together)).double()
+                change = torch.stack(results) - source
+                cosines = torch.nn.functional.cosine_similarity(change, direction)
+                scores += torch.where(change.norm(dim=-1) < UNCHANGED, 0.0, cosines).tolist()
+            return scores
 
 
 class PickScore(Clip):

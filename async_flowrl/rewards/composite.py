@@ -36,7 +36,7 @@ class CompositeReward:
         comparing = [term.name for term in self.terms if term.sources]
         for prompt in prompts:
             if comparing and not prompt.images:
-                edits = f"prompt {prompt.text!r:.80} has no image that it edits (column image)"
+                edits = f"prompt {prompt.text!r:.80} has no image that it edits (column image, with data.images=true)"
                 raise ValueError(f"reward {comparing[0]!r} compares a result with its source, and {edits}")
             for name, check in checks:
                 try:

@@ -13,11 +13,14 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httpx
+import numpy as np
+from PIL import Image
 
 from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.resolution import spaced_frames
 from async_flowrl.rewards import http_contract as contract
 from async_flowrl.rewards.endpoint import LIMITS, Endpoint, check_numbers, checked_urls
+from async_flowrl.rewards.image_statistics import EDIT_BOX
 from async_flowrl.types import ByteArray, Prompt, Requests
 
 GROUP, ONE_BY_ONE = "group", "one_by_one"
@@ -65,6 +68,10 @@ class HTTP:
         if self.needs_target and not prompt.target:
             raise ValueError(f"needs_target=true, and prompt {prompt.text!r:.80} has none in double quotes or a column")
         contract.prompt_fields(prompt)
+        first = math.prod(prompt.images[0].size) if self.sources and prompt.images else 0
+        if first > contract.Limits.pixels and prompt.metadata.get(EDIT_BOX) is not None:
+            why = f"is sent with {contract.Limits.pixels} of its {first} pixels, which its {EDIT_BOX} would not fit"
+            raise ValueError(f"the first image of prompt {prompt.text!r:.80} {why}: reduce it in the data")
 
     def check_group(self, images: int, frames: int, sources: int = 0) -> None:
         """Raises ValueError if a request would have more images, frames and sources together than `max_images`."""
@@ -90,15 +97,15 @@ class HTTP:
     ) -> Coroutine[Any, Any, list[Any]]:
         """Encodes images uint8 [n, H, W, 3] in the caller's thread and returns a coroutine that fetches their scores.
 
-        With `video` they are videos [n, F, H, W, 3]. The coroutine raises ServerError if no server is known, or if a
-        request fails.
+        With `video` they are videos [n, F, H, W, 3]. Sources are reduced to what `serve-rewards` takes by default. The
+        coroutine raises ServerError if no server is known, or if a request fails.
         """
         kind = PNG if self.encoding == MULTIPART else self.encoding
         frames = self._frames(images.shape[1]) if self.video else None
         videos = images[:, None] if frames is None else images[:, spaced_frames(images.shape[1], frames)]
         files = [[contract.encode_image(image, kind) for image in video] for video in videos]
         parts = [files] if self.batch == GROUP else [[video] for video in files]
-        edited = [contract.encode_image(source, kind) for source in sources]
+        edited = [contract.encode_image(_reduced(source), kind) for source in sources]
         requests, fields = [], [contract.prompt_fields(prompt) | ({"sources": len(edited)} if edited else {})]
         for part in parts:
             flat = [file for video in part for file in video] + edited
@@ -131,6 +138,16 @@ def multipart(
     kind_of_body = f"multipart/form-data; boundary={hashlib.sha256(b''.join(files)).hexdigest()}"
     parts = [("request", (None, fields, "application/json")), *images]
     return httpx.Request("POST", "", files=parts, headers={"Content-Type": kind_of_body}).read(), kind_of_body
+
+
+def _reduced(source: ByteArray) -> ByteArray:
+    """Returns a source uint8 [H, W, 3] in its shape, with at most the pixels of `Limits`."""
+    height, width = source.shape[:2]
+    scale = math.sqrt(contract.Limits.pixels / (height * width))
+    if scale >= 1:
+        return source
+    size = math.floor(scale * width), math.floor(scale * height)
+    return np.asarray(Image.fromarray(source).resize(size, Image.Resampling.LANCZOS))
 
 
 def _endpoints(option: str | Sequence[str] | None) -> list[str]:

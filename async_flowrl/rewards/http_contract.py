@@ -185,7 +185,11 @@ def read_request(fields: Mapping[str, Any], files: Sequence[bytes] | None, limit
     prompts, frames = fields.get("prompts"), fields.get("frames", 1)
     sources = _counts(prompts) if version == EDIT_VERSION else []
     made = len(images) - sum(sources)
-    if not isinstance(frames, int) or isinstance(frames, bool) or frames < 1 or made < 1 or made % frames:
+    if made < 1:
+        raise ContractError(
+            f"sources of the prompts are {sum(sources)} images, which leaves none of {len(images)} to score"
+        )
+    if not isinstance(frames, int) or isinstance(frames, bool) or frames < 1 or made % frames:
         raise ContractError(f"frames must be an integer that divides the {made} images to score, got {frames!r:.20}")
     scored = made // frames
     if not isinstance(prompts, list) or len(prompts) not in (1, scored):

@@ -153,7 +153,7 @@ MAX_STRETCH = 1.1  # Most by which the ratio of the sides of a result may differ
 
 
 class EditConsistency:
-    """Scores an edit by 1 - the mean of |result - source| / 255: 1 if nothing has changed, 0 for a negative in colour.
+    """Scores an edit by 1 - the mean of |result - source| / 255: 1 if nothing has changed, 0 if black became white.
 
     That is the L1 distance of MagicBrush (arXiv 2306.10012). The source, the prompt's first image, is scaled to the
     result's size. Pixels in the row's `edit_box` do not count, as PIE-Bench (arXiv 2310.01506) leaves out what an edit
@@ -163,12 +163,12 @@ class EditConsistency:
     sources = True
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError for an `edit_box` that is none, or leaves no pixel of the image."""
+        """Raises ValueError for an `edit_box` that is none, lies outside of the image, or leaves none of it."""
         if prompt.images:
             _outside(prompt.metadata.get(EDIT_BOX), prompt.images[0].size, prompt.images[0].size)
 
     def __call__(self, images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray]) -> Sequence[float]:
-        """Raises PromptRefused if the sides of a result have another ratio than those of its source."""
+        """Raises PromptRefused if a result has other proportions than its source, or no pixel outside the box."""
         import cv2  # installed with rapidocr
 
         source, (height, width) = np.ascontiguousarray(sources[0]), images.shape[1:3]
@@ -183,18 +183,22 @@ class EditConsistency:
 
 
 def _outside(box: object, size: tuple[int, ...], of_source: tuple[int, ...]) -> ByteArray:
-    """Returns uint8 [H, W] that is 0 in a box in pixels of the source, and 255 elsewhere. Raises ValueError."""
+    """Returns uint8 [H, W] that is 0 in a box in pixels of the source, and 255 elsewhere. Raises PromptRefused."""
     mask = np.full(size, 255, dtype=np.uint8)
     if box is None:
         return mask
     corners = np.asarray(box if isinstance(box, list | tuple | np.ndarray) else [])
-    if corners.shape != (4,) or corners.dtype.kind not in "iuf" or (corners[:2] >= corners[2:]).any():
-        raise ValueError(f"{EDIT_BOX} must be four numbers, left, top, right and bottom, got {box!r:.80}")
+    if corners.shape != (4,) or corners.dtype.kind not in "iuf" or not np.isfinite(corners).all():
+        raise PromptRefused(f"{EDIT_BOX} must be four numbers, left, top, right and bottom, got {box!r:.80}")
+    corners = corners.clip(0, [of_source[1], of_source[0]] * 2)
+    if (corners[:2] >= corners[2:]).any():
+        where = f"the image of {of_source[1]} × {of_source[0]} pixels"
+        raise PromptRefused(f"{EDIT_BOX}, left, top, right and bottom, must cover a part of {where}, got {box!r:.80}")
     scale = np.array([size[1] / of_source[1], size[0] / of_source[0]] * 2)
-    left, top, right, bottom = np.rint(corners * scale).clip(0).astype(int)
+    left, top, right, bottom = np.rint(corners * scale).astype(int)
     mask[top:bottom, left:right] = 0
     if not mask.any():
-        raise ValueError(f"{EDIT_BOX} {box!r:.80} leaves no pixel of the image")
+        raise PromptRefused(f"{EDIT_BOX} {box!r:.80} leaves no pixel of an image of {size[1]} × {size[0]} pixels")
     return mask
 
 

@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from async_flowrl.cli.export_source import Source
+from async_flowrl.cli.model_card import write_card
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.seeds import derive, generator
-from tests.support.families import NAMES
+from tests.support.families import NAMES, model_config
 
 RANK, ALPHA = 4, 8.0
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.to_add_out")
@@ -66,6 +68,19 @@ def test_the_editing_qwen_image_has_the_names_of_the_other(form: str, tmp_path: 
     }
     assert same(load_file(written["qwen_image"]), load_file(written["qwen_image_edit"]))
     assert same(lora_formats.read_back(written["qwen_image_edit"], "qwen_image_edit").tensors, scaled(source))
+
+
+@pytest.mark.parametrize(("family", "sources"), [("qwen_image_edit", False), ("qwen_image_21", True)])
+def test_the_card_of_a_model_that_edits_says_so_twice(family: str, sources: bool, tmp_path: Path) -> None:
+    """A family that needs images, or a run that had some."""
+    (tmp_path / "run" / "images").mkdir(parents=True)
+    source = Source(adapter(family), model_config(family), None, tmp_path / "run", None)
+    if sources:
+        plain = write_card(tmp_path, source, {}).read_text()
+        assert "pipeline_tag: text-to-image" in plain and "image=" not in plain
+        (tmp_path / "run" / "images" / "sources").mkdir()
+    card = write_card(tmp_path, source, {}).read_text()
+    assert "pipeline_tag: image-to-image" in card and "image=IMAGE" in card
 
 
 def test_fluxs_projections_are_fused_for_kohya_and_come_apart_again(tmp_path: Path) -> None:

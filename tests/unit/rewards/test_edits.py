@@ -97,9 +97,13 @@ def test_consistency_is_the_distance_outside_of_the_box(edit: Prompt) -> None:
     assert reward(images, prompt, [source]) == [1.0, 1.0]
     half = replace(prompt, metadata={"edit_box": [0, 0, 12, 8]})
     assert reward(images[:1], half, [source]) == [pytest.approx(1 - 100 / 255 / 3)], "24 of 72 pixels differ by 100"
-    for wrong in ([0, 0, 24, 16], [5, 5, 5, 9], [0, 0, 9], "all", {"left": 0}):
+    nan = float("nan")
+    refused = [[0, 0, 24, 16], [5, 5, 5, 9], [0, 0, 9], "all", {"left": 0}]
+    for wrong in (*refused, [nan, 0, 9, 9], [0, 0, math.inf, 9], [24, 0, 30, 9], [-9, -9, 0, 9]):
         with pytest.raises(ValueError, match="edit_box"):
             reward.check(replace(prompt, metadata={"edit_box": wrong}))
+    thin = score(replace(prompt, metadata={"edit_box": [0, 0, 24, 15.5]}), edit_consistency=RewardTerm())
+    assert thin.failed["edit_consistency"].refused, "one row of the source is left, none of the result"
     square = score(edit, IMAGES[:, :, :8], edit_consistency=RewardTerm())
     assert square.failed["edit_consistency"].refused and "8 × 8" in square.failed["edit_consistency"].reason
 
@@ -122,6 +126,27 @@ def test_a_server_gets_sources_and_has_the_scores_of_the_run_itself(batch: str, 
         mixed = HTTP(url, sources=True, video=True, retries=0, batch=batch, encoding=encoding)
         found = asyncio.run(http_scores(mixed, videos, edit, [np.full((4, 4, 3), 9, np.uint8)]))
         assert [each["score"] for each in found] == pytest.approx([(5 + 9 + 9) / 3] * 2), "mean of the frames"
+
+
+def test_a_source_beyond_the_limit_of_a_server_is_sent_smaller(edit: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Limits, "pixels", 100)
+    seen: list[tuple[int, ...]] = []
+
+    def scored(images: ByteArray, prompt: Prompt, sources: list[ByteArray]) -> list[float]:
+        seen.extend(source.shape for source in sources)
+        return [0.0] * len(images)
+
+    scored.sources = True  # type: ignore[attr-defined]
+    with served(scored) as url:
+        reward = HTTP(url, sources=True, retries=0)
+        sources = [np.zeros((16, 24, 3), np.uint8), np.zeros((5, 20, 3), np.uint8), np.zeros((15, 14, 3), np.uint8)]
+        assert asyncio.run(http_scores(reward, IMAGES, edit, sources)) == [0.0] * 3
+    assert seen == [(8, 12, 3), (5, 20, 3), (10, 9, 3)]
+    large = replace(edit, images=edit.images[1:])
+    reward.check(large)
+    reward.check(replace(edit, metadata={"edit_box": [0, 0, 1, 1]}))
+    with pytest.raises(ValueError, match="edit_box"):
+        reward.check(replace(large, metadata={"edit_box": [0, 0, 9, 9]}))
 
 
 def test_servers_that_know_no_sources_refuse_them_by_name(edit: Prompt) -> None:
@@ -157,6 +182,8 @@ def test_each_prompt_of_a_request_has_its_own_sources() -> None:
     for number in wrong:
         with pytest.raises(ContractError):
             read_request({**fields, "prompts": [{"text": "a", "sources": number}]}, None, Limits())
+    with pytest.raises(ContractError, match=r"^sources"):
+        read_request({**fields, "prompts": [{"text": "a", "sources": 5}]}, None, Limits())
     for version in (1, 2):
         with pytest.raises(ContractError):
             read_request({**fields, "version": version}, None, Limits())

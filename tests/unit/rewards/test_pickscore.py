@@ -52,7 +52,11 @@ def test_the_direction_is_the_cosine_of_two_differences(folder: Path) -> None:
     direction = out.text_embeds[1] - out.text_embeds[0]
     expected = torch.nn.functional.cosine_similarity(out.image_embeds[1:] - out.image_embeds[0], direction[None])
     assert scores == pytest.approx(expected.tolist(), abs=1e-4) and len(set(scores)) == 3
-    assert reward(images[:1], prompt, [images[0]]) == [0.0], "nothing has changed"
+    for size in (1, 2, 4, 16):
+        reward.batch_size = size
+        unchanged = reward(np.concatenate([images[[0] * 5], images[1:]]), prompt, [images[0]])
+        assert unchanged[:5] == [0.0] * 5 and unchanged[5:] == pytest.approx(scores, abs=1e-4)
+    assert not ClipDirection.differentiable
     wrong: list[dict[str, object]] = [
         {},
         {"original_prompt": "a"},
