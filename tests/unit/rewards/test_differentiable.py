@@ -96,11 +96,11 @@ def test_a_vae_alone_needs_no_weights_of_text_encoders() -> None:
 
 
 def test_the_plan_of_a_trainer_counts_the_reward_and_the_vae() -> None:
-    one = ("model=sd35_medium", "reward=clip_score", "trainer.micro_batch_size=1", "trainer.timesteps_per_forward=1")
+    one = ("model=tiny", "reward=clip_score", "trainer.micro_batch_size=1", "trainer.timesteps_per_forward=1")
     plain = planned_trainer(compose_config("one_step_off", [*one, "algorithm=diffusion_nft"]))
     parts = planned_trainer(compose_config("one_step_off", [*one, "algorithm=direct_align", "group_size=1"])).parts
     assert parts["reward clip_score"] == round((VIT_L[0] + VIT_L[2]) * GIB)
-    assert parts["activations"] - plain.parts["activations"] > 0.5 * GIB
+    assert parts["activations"] > 2 * plain.parts["activations"]
 
 
 def test_videos_are_refused(tmp_path: Path) -> None:
