@@ -5,7 +5,8 @@ The file of a model family adds the shape of latents, the network's arguments, a
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -75,6 +76,19 @@ def over_white(images: Tensor) -> Tensor:
     color, alpha = images[..., :3].to(torch.int32), images[..., 3:].to(torch.int32)
     weighted = color * alpha + 255 * (255 - alpha) + 128
     return ((weighted + (weighted >> 8)) >> 8).to(torch.uint8)
+
+
+@contextmanager
+def untiled(vae: Any) -> Iterator[None]:
+    """Context in which a VAE encodes images as a whole, whatever `rollout.vae_tiling` says of decoding.
+
+    Tiles would give other latents.
+    """
+    tiles, vae.use_tiling = vae.use_tiling, False
+    try:
+        yield
+    finally:
+        vae.use_tiling = tiles
 
 
 def with_euler_steps(scheduler: Any) -> Any:
@@ -434,12 +448,8 @@ class PipelinePolicy(Policy):
     def _encoded_image(self, image: Tensor) -> Tensor:
         """Returns latents [1, C, 1, h, w] of a video VAE for an image [1, channels, H, W] from -1 to 1."""
         vae = self.whole("encode images").vae
-        # As a whole, whatever `rollout.vae_tiling` says of decoding: tiles would give other tokens.
-        tiles, vae.use_tiling = vae.use_tiling, False
-        try:
+        with untiled(vae):
             latents = vae.encode(image.unsqueeze(2).to(vae.device, self._dtype)).latent_dist.mode()
-        finally:
-            vae.use_tiling = tiles
         mean, std = self._statistics(vae.config, latents)
         return cast("Tensor", (latents - mean) / std)
 

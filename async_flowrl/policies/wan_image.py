@@ -14,7 +14,7 @@ from async_flowrl.config.resolution import Resolution, frames_of, height_width
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.image_file import opened
 from async_flowrl.policies import wan
-from async_flowrl.policies.pipeline import on_host
+from async_flowrl.policies.pipeline import on_host, untiled
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, EncoderInput, Sampling, TextWithImages
 
@@ -50,16 +50,12 @@ class WanImagePolicy(wan.WanPolicy):
         pipeline, size, (image,) = self.whole("encode images"), text.size, map(opened, text.images)
         height, width = height_width(size)
         pixels = pipeline.video_processor.preprocess(image, height=height, width=width)
-        vae, latents = pipeline.vae, torch.zeros(1, *self.latent_shape(size))
+        latents = torch.zeros(1, *self.latent_shape(size))
         sizes = {"num_channels_latents": latents.shape[1], "height": height, "width": width}
-        # As a whole, whatever `rollout.vae_tiling` says of decoding: tiles would give other latents.
-        tiles, vae.use_tiling = vae.use_tiling, False
-        try:
+        with untiled(pipeline.vae):
             condition = pipeline.prepare_latents(
                 pixels, 1, **sizes, num_frames=frames_of(size), dtype=torch.float32, device="cpu", latents=latents
             )[1]
-        finally:
-            vae.use_tiling = tiles
         known = {"prompt_embeds": self._stock_encode(text.text, None, False)[0], "condition": condition}
         if self._config.image_dim is not None:
             known["image_embeds"] = pipeline.encode_image(image, pipeline.image_encoder.device)

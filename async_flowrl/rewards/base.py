@@ -31,7 +31,8 @@ class Reward(Protocol):
     - `sources`, False if absent. True: the reward is called with a third argument, the images that the prompt edits, a
       list of uint8 [H, W, 3] in their order and own sizes. Prompts without such images are refused at start-up.
     - `differentiable`, False if absent. True: the instance or function has `of_tensor(images, prompt)`, the scores [n]
-      with their gradient of images float32 [n, 3, H, W] in 0 .. 1, for `algorithm=direct_align`.
+      with their gradient of images float32 [n, 3, H, W] in 0 .. 1, for `algorithm=direct_align`; an
+      instance's `load()`, if it has one, is called before.
     - `deterministic`, True if absent: the same images and prompt always get the same score. False: scores are written
       to scores.jsonl before their group may be trained, and a resumed run reads them from there.
     - `needs_target`, False if absent. True: prompt files with a prompt that has no target are refused.

@@ -101,7 +101,7 @@ class Clip:
     def prepared_tensor(images: "torch.Tensor", size: int) -> "torch.Tensor":
         """Scales the shortest side of images [n, 3, H, W] to `size` (bicubic), crops the centre and normalises."""
         height, width = images.shape[2:]
-        images = resized(images, *(int(size * side / min(height, width)) for side in (height, width)))
+        images = resized(images, *(int(size * side / min(height, width)) for side in (height, width))).clamp(0.0, 1.0)
         top, left = ((side - size) // 2 for side in images.shape[2:])
         return normalised(images[:, :, top : top + size, left : left + size])
 
@@ -202,7 +202,7 @@ def resized(images: "torch.Tensor", height: int, width: int) -> "torch.Tensor":
         return rows[0, 0].to(images.device)
 
     rows, columns = matrix(images.shape[2], height), matrix(images.shape[3], width)
-    return (rows @ images @ columns.T).clamp(0.0, 1.0)
+    return rows @ images @ columns.T
 
 
 def _unit(features: Any) -> "torch.Tensor":

@@ -5,7 +5,7 @@ renamed for transformers' CLIPModel.
 """
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +61,7 @@ class HPSv2(Clip):
     @staticmethod
     def prepared_tensor(images: "torch.Tensor", size: int) -> "torch.Tensor":
         """Scales the longer side to `size`, pads with 0 and normalises; antialiased."""
-        from torch.nn import functional
-
-        scale = size / max(images.shape[2:])
-        if scale != 1:
-            small = [round(side * scale) for side in images.shape[2:]]
-            below, right = size - small[0], size - small[1]
-            padding = (right // 2, right - right // 2, below // 2, below - below // 2)
-            images = functional.pad(resized(images, *small), padding)
-        return normalised(images)
+        return fitted(images, size, resized)
 
     def _build(self) -> Any:
         from transformers import CLIPConfig, CLIPModel
@@ -102,11 +94,20 @@ def prepared(images: ByteArray, size: int, *, antialias: bool) -> "torch.Tensor"
     import torch
     from torch.nn import functional
 
-    pixels = torch.from_numpy(images.copy()).permute(0, 3, 1, 2).float() / 255
+    def resize(pixels: torch.Tensor, *sides: int) -> torch.Tensor:
+        return functional.interpolate(pixels, sides, mode="bicubic", align_corners=False, antialias=antialias)
+
+    return fitted(torch.from_numpy(images.copy()).permute(0, 3, 1, 2).float() / 255, size, resize)
+
+
+def fitted(pixels: "torch.Tensor", size: int, resize: Callable[..., "torch.Tensor"]) -> "torch.Tensor":
+    """Scales the longer side of pixels [n, 3, H, W] to `size` by `resize(pixels, H, W)`, pads with 0, normalises."""
+    from torch.nn import functional
+
     scale = size / max(pixels.shape[2:])
     if scale != 1:
         small = [round(side * scale) for side in pixels.shape[2:]]  # side * size / longer would round differently
-        pixels = functional.interpolate(pixels, small, mode="bicubic", align_corners=False, antialias=antialias)
+        pixels = resize(pixels, *small)
         below, right = size - small[0], size - small[1]
         pixels = functional.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
     return normalised(pixels)
