@@ -176,8 +176,11 @@ def arguments_of(
         arguments["num_frames"] = frames_of(how.resolution) or 1
     if model.max_sequence_length is not None:
         arguments["max_sequence_length"] = model.max_sequence_length
-    if "use_resolution_binning" in inspect.signature(pipeline.__call__).parameters:
+    takes = inspect.signature(pipeline.__call__).parameters
+    if "use_resolution_binning" in takes:
         arguments["use_resolution_binning"] = False  # SANA would otherwise make 1024 pixels and shrink them to the size
+    if "max_area" in takes:
+        arguments["max_area"] = height * width  # FLUX.1-Kontext would otherwise make 1024 × 1024 pixels of this shape
     return arguments
 
 

@@ -21,6 +21,7 @@ PIPELINES = {
     "QwenImageEditPlusPipeline": "qwen_image_edit",
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
+    "FluxKontextPipeline": "flux_kontext",
     "ZImagePipeline": "z_image",
     "SanaPipeline": "sana",
     "WanPipeline": "wan",

@@ -1,18 +1,22 @@
-"""The model family FLUX.1: latents are [tokens, 64], and FLUX.1-dev takes the guidance scale as a network input."""
+"""The model family FLUX.1: latents are [tokens, 64], and FLUX.1-dev takes the guidance scale as a network input.
 
+Families that edit build on it: the tokens of the edited images follow those of the noise, and have positions apart.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.config.resolution import Resolution, height_width
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import tiny
 from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import PipelinePolicy, on_host
+from async_flowrl.policies.pipeline import IMAGE, PipelinePolicy, from_squares, on_host, squares
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.types import Conditioning, Sampling
+from async_flowrl.types import Conditioning, Prompt, Sampling
 
 _MLP = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
@@ -26,6 +30,8 @@ class FluxPolicy(PipelinePolicy):
     most_tokens = 512
     # As in flow_grpo's FLUX scripts. `attn.to_q`, `to_k` and `to_v` also exist in the single-stream blocks.
     lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)
+    # First coordinate of the first edited image, and distance to that of the next; the noise is at 0.
+    apart: ClassVar[int] = 1
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -47,40 +53,58 @@ class FluxPolicy(PipelinePolicy):
         embeds, pooled, _ = self._stock_encode(text)
         return on_host(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
 
+    def _encode_with_images(self, text: str, images: Sequence[Any]) -> Conditioning:
+        """Returns what a text alone gives, and {"image_0": [rows, columns, channels], …}."""
+        edited = {IMAGE.format(place): self.encode_image(self._pixels(image)) for place, image in enumerate(images)}
+        return {**self._encode_one(text), **on_host(**edited)}
+
+    def _pixels(self, image: Any) -> Tensor:
+        """Returns a Pillow image at the size of the stock pipeline, [1, 3, H, W] from -1 to 1."""
+        raise NotImplementedError  # Only families that edit have it.
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        config = self.whole("encode images").vae.config
+        return squares((self._mode(image) - config.shift_factor) * config.scaling_factor)
+
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             "prompt_embeds": (self._text_tokens(512), self._config.joint_attention_dim),
             "pooled_prompt_embeds": (self._config.pooled_projection_dim,),
+            **self.image_shapes(),
         }
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        embeds = self._rows(branches, "prompt_embeds", len(latents))
+        embeds, images = self._rows(branches, "prompt_embeds", len(latents)), self._edited(branches, len(latents))
         guidance = torch.full_like(sigma, sampling.guidance_scale) if self.embeds_guidance else None
+        grids = [self._grid(sampling.resolution), *(image.shape[1:3] for image in images)]
+        places = [self._positions(place, rows, columns, 1, embeds) for place, (rows, columns) in enumerate(grids)]
+        pooled = {}
+        if "pooled_prompt_embeds" in branches[0]:
+            pooled["pooled_projections"] = self._rows(branches, "pooled_prompt_embeds", len(latents))
         return self._called(
-            hidden_states=latents.to(self._dtype),
+            hidden_states=torch.cat([latents.to(self._dtype), *(image.flatten(1, 2) for image in images)], dim=1),
             timestep=self._time(sigma),
             guidance=guidance,
             encoder_hidden_states=embeds,
-            pooled_projections=self._rows(branches, "pooled_prompt_embeds", len(latents)),
-            txt_ids=embeds.new_zeros(embeds.shape[1], 3),
-            img_ids=_positions(self._grid(sampling.resolution), embeds),
-        )
+            txt_ids=self._positions(0, 1, 1, embeds.shape[1], embeds),
+            img_ids=torch.cat(places),
+            **pooled,
+        )[:, : latents.shape[1]]
+
+    def _positions(self, place: int, rows: int, columns: int, tokens: int, like: Tensor) -> Tensor:
+        """Returns coordinates [rows · columns · tokens, axes]; only FLUX.2 has a fourth axis, for tokens of text."""
+        sides = (torch.arange(side, device=like.device) for side in (rows, columns, tokens))
+        first = torch.full((1,), self.apart * place, device=like.device)
+        return torch.cartesian_prod(first, *sides)[:, : len(self._config.axes_dims_rope)]
 
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
-        unpacked = pipeline._unpack_latents(latents, *height_width(resolution), pipeline.vae_scale_factor)
-        return cast("Tensor", unpacked)
+        return from_squares(latents, self._grid(resolution))
 
     @classmethod
     def guidance_arguments(cls, sampling: Sampling) -> dict[str, Any]:
         return {**super().guidance_arguments(sampling), "guidance_scale": sampling.guidance_scale}
-
-
-def _positions(grid: tuple[int, int], like: Tensor) -> Tensor:
-    sides = (torch.arange(side, device=like.device, dtype=like.dtype) for side in grid)
-    row, column = torch.meshgrid(*sides, indexing="ij")
-    return torch.stack([torch.zeros_like(row), row, column], dim=-1).reshape(-1, 3)
 
 
 class FluxFamily(PipelineFamily):
@@ -91,15 +115,29 @@ class FluxFamily(PipelineFamily):
     # The defaults of FluxPipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 3.5
     usual_steps = 28
+    # Of an image to edit, in the stock pipelines: least side in pixels, most times the shorter side in the longer.
+    least_side: ClassVar[int] = 16
+    most_ratio: ClassVar[float] = math.inf
+
+    def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
+        for short, long in (sorted(image.size) for image in prompt.images):
+            if short < self.least_side or long > self.most_ratio * short:
+                raise ValueError(
+                    f"{self.policy.title} edits images with sides of {self.least_side} px at least, one at most "
+                    f"{self.most_ratio} times the other, got {short} × {long}"
+                )
 
 
-def tiny_pipeline(config: TinyConfig) -> Any:
-    """Returns a tiny FLUX.1-dev with `layers` blocks of each kind; the global CPU generator draws its weights."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+def tiny_pipeline(config: TinyConfig, stock: str = "FluxPipeline", **vae: Any) -> Any:
+    """Returns a tiny FLUX.1-dev with `layers` blocks of each kind; the global CPU generator draws its weights.
+
+    `stock` is the class of the pipeline, `vae` are options of `tiny.image_vae`.
+    """
+    import diffusers
     from transformers import CLIPTextModel
 
     clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
-    transformer = FluxTransformer2DModel(
+    transformer = diffusers.FluxTransformer2DModel(
         num_layers=config.layers,
         num_single_layers=config.layers,
         attention_head_dim=16,
@@ -111,10 +149,10 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     )
     # The settings of FLUX.1-dev.
     shift = {"shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
-    return FluxPipeline(
+    return getattr(diffusers, stock)(
         transformer=transformer.eval(),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=4096, **shift),
-        vae=tiny.image_vae(config.contrast, scaling_factor=0.3611, shift_factor=0.1159),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=4096, **shift),
+        vae=tiny.image_vae(config.contrast, scaling_factor=0.3611, shift_factor=0.1159, **vae),
         text_encoder=tiny.clip_text_encoder(CLIPTextModel, clip),
         tokenizer=clip,
         text_encoder_2=tiny.t5_encoder(t5),

@@ -60,7 +60,7 @@ def read_back(path: Path, family: str, where: Path | None = None) -> LoraFile:
     kind: Any = getattr(diffusers, next(name for name, of in PIPELINES.items() if of == family))
     options = {"weight_name": path.name, "use_safetensors": True}
     try:
-        if family == "flux":
+        if family in ("flux", "flux_kontext"):
             converted, alphas = kind.lora_state_dict(str(path.parent), return_alphas=True, **options)
         else:
             converted, alphas = kind.lora_state_dict(str(path.parent), **options), {}
@@ -219,8 +219,11 @@ FORMS: Mapping[str, Mapping[str, Convert]] = {
         # Under its own prefix ComfyUI knows only the fused layer `img_mlp.gate_up`; its halves have diffusers' names.
         "qwen_image_21": _plain,
         "z_image": _prefixed(COMFYUI_PREFIX),
-        "flux": _prefixed(PREFIX),
+        **dict.fromkeys(("flux", "flux_kontext"), _prefixed(PREFIX)),
         "sd3": _plain,
     },
-    "kohya": {"qwen_image": _flattened, "qwen_image_edit": _flattened, "z_image": _flattened, "flux": _kohya_flux},
+    "kohya": {
+        **dict.fromkeys(("qwen_image", "qwen_image_edit", "z_image"), _flattened),
+        **dict.fromkeys(("flux", "flux_kontext"), _kohya_flux),
+    },
 }

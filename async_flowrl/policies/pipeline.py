@@ -25,6 +25,10 @@ TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "image_enco
 BYTES_PER_TOKEN = 3.0
 # Fewest tokens that are planned for a prompt, and the number if the prompts are not on this machine.
 USUAL_TOKENS = 128
+# Name of an edited image's tokens [rows, columns, channels] among the arrays of a prompt.
+IMAGE = "image_{}"
+# Area in pixels at which the network gets an image to edit.
+IMAGE_AREA = 1024**2
 # Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do.
 _STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_channels")
 
@@ -78,6 +82,16 @@ def over_white(images: Tensor) -> Tensor:
     return ((weighted + (weighted >> 8)) >> 8).to(torch.uint8)
 
 
+def squares(latents: Tensor) -> Tensor:
+    """Returns latents [n, C, h, w] as tokens of 2 × 2 of them, [n, h / 2, w / 2, 4 C]."""
+    return nn.functional.pixel_unshuffle(latents, 2).movedim(1, -1).contiguous()
+
+
+def from_squares(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Returns latents [n, C, h, w] of tokens [n, h / 2 · w / 2, 4 C]; `grid` is (h / 2, w / 2)."""
+    return nn.functional.pixel_shuffle(tokens.mT.contiguous().reshape(len(tokens), -1, *grid), 2)
+
+
 @contextmanager
 def untiled(vae: Any) -> Iterator[None]:
     """Context in which a VAE encodes images as a whole, whatever `rollout.vae_tiling` says of decoding.
@@ -128,8 +142,8 @@ class PipelinePolicy(Policy):
     most_tokens: ClassVar[int | None] = None
     # Tokens of a prompt of `conditioning_shapes` where prompts are not padded to one length; a plan sets it.
     planned_tokens: int = USUAL_TOKENS
-    # Images of a prompt of `conditioning_shapes`, if the family takes any; a plan sets it.
-    planned_images: int = 1
+    # Images of a prompt of `conditioning_shapes`, as few as there may be; a plan sets it.
+    planned_images: int
     # Size of the videos of `conditioning_shapes`, if images are encoded for it; a plan sets it.
     planned_size: Resolution = (81, 480, 832)
     # Argument of the diffusers pipeline for the scale of classifier-free guidance.
@@ -155,7 +169,7 @@ class PipelinePolicy(Policy):
                 "scheduler_config.json of the model has stochastic_sampling=true, with which diffusers draws noise of "
                 "its own: set it to false, as this project draws noise from named seeds (algorithm.sde_type)"
             )
-        self.transformer = transformer
+        self.transformer, self.planned_images = transformer, self.images[0]
         self._scheduler, self._side, self._dtype, self.pipeline = scheduler, side, dtype, pipeline
         self._config = cast("Any", transformer).config
         self._text_options = {} if max_sequence_length is None else {"max_sequence_length": max_sequence_length}
@@ -235,6 +249,12 @@ class PipelinePolicy(Policy):
         """Returns the network's tokens [1, rows, columns, channels] of an image to edit, [1, 3, H, W] from -1 to 1."""
         raise NotImplementedError
 
+    def image_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tokens of `planned_images` images to edit, for `conditioning_shapes`."""
+        side = math.isqrt(IMAGE_AREA) // self._side
+        shape = side, side, int(self._config.in_channels)
+        return {IMAGE.format(place): shape for place in range(self.planned_images)}
+
     @abstractmethod
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes that `encode` gives for a prompt of `planned_tokens`; used only to estimate sizes."""
@@ -265,9 +285,10 @@ class PipelinePolicy(Policy):
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
         # The functions of the pipelines for it would bring the whole pipeline and its text encoder into a trainer.
-        self._scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), device="cpu", mu=self._shift(tokens))
+        sigmas, mu = np.linspace(1.0, 1 / steps, steps), self._shift(tokens, steps)
+        self._scheduler.set_timesteps(sigmas=sigmas, device="cpu", mu=mu)
 
-    def _shift(self, tokens: int) -> float:
+    def _shift(self, tokens: int, steps: int) -> float:
         config = self._scheduler.config
         least, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
         slope = (config.get("max_shift", 1.15) - config.get("base_shift", 0.5)) / (most - least)
@@ -344,14 +365,27 @@ class PipelinePolicy(Policy):
         With true CFG, `negatives` holds the negative prompt of each; in one batch they follow all prompts.
         """
         if sampling.true_cfg_scale <= 1:
-            return self._network(latents, sigma, positives, sampling)
+            return self._by_layout(latents, sigma, positives, sampling)
         if self.in_two_passes(latents.device):
-            conditional = self._network(latents, sigma, positives, sampling)
-            unconditional = self._network(latents, sigma, negatives, sampling)
+            conditional = self._by_layout(latents, sigma, positives, sampling)
+            unconditional = self._by_layout(latents, sigma, negatives, sampling)
         else:
             rows = torch.cat([latents, latents]), torch.cat([sigma, sigma])
-            conditional, unconditional = self._network(*rows, [*positives, *negatives], sampling).chunk(2)
+            conditional, unconditional = self._by_layout(*rows, [*positives, *negatives], sampling).chunk(2)
         return self._guide(conditional, unconditional, self._scale(sigma, sampling))
+
+    def _by_layout(
+        self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
+    ) -> Tensor:
+        # A network has one layout for all rows of a call.
+        if len({self._layout(branch) for branch in branches}) == 1:
+            return self._network(latents, sigma, branches, sampling)
+        parts = zip(latents.chunk(len(branches)), sigma.chunk(len(branches)), branches, strict=True)
+        return torch.cat([self._network(x, level, [branch], sampling) for x, level, branch in parts])
+
+    def _layout(self, branch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """Returns what is equal for prompts that share a call of the network: the sizes of their images."""
+        return tuple(branch[name].shape for name in sorted(branch) if name.startswith(IMAGE.format("")))
 
     def in_two_passes(self, device: torch.device) -> bool:
         """Returns True if guidance makes a forward pass for prompts and one for negative prompts.
@@ -393,6 +427,11 @@ class PipelinePolicy(Policy):
         tensors = [branch[name].to(self._dtype) for branch in branches]
         return torch.cat([tensor.expand(rows // len(branches), *tensor.shape) for tensor in tensors])
 
+    def _edited(self, branches: Sequence[Mapping[str, Tensor]], rows: int) -> list[Tensor]:
+        """Returns the tokens [rows, height, width, channels] of each image to edit."""
+        count = sum(name.startswith(IMAGE.format("")) for name in branches[0])
+        return [self._rows(branches, IMAGE.format(place), rows) for place in range(count)]
+
     @torch.no_grad()
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
         """Returns images rounded as by diffusers' image processor."""
@@ -428,7 +467,7 @@ class PipelinePolicy(Policy):
 
     def _decoded(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
         vae = pipeline.vae
-        scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.scaling_factor
+        scaled = self._unpacked(pipeline, latents, resolution).to(vae.dtype) / vae.config.get("scaling_factor", 1.0)
         shift = vae.config.get("shift_factor") or 0.0  # older VAEs have none
         return cast("Tensor", vae.decode(scaled + shift, return_dict=False)[0])
 
@@ -445,13 +484,17 @@ class PipelinePolicy(Policy):
             ]
         return self._known_statistics[kind]
 
-    def _encoded_image(self, image: Tensor) -> Tensor:
-        """Returns latents [1, C, 1, h, w] of a video VAE for an image [1, channels, H, W] from -1 to 1."""
+    def _mode(self, image: Tensor) -> Tensor:
+        """Returns the VAE's latents of an image from -1 to 1, without any noise or scale."""
         vae = self.whole("encode images").vae
         with untiled(vae):
-            latents = vae.encode(image.unsqueeze(2).to(vae.device, self._dtype)).latent_dist.mode()
-        mean, std = self._statistics(vae.config, latents)
-        return cast("Tensor", (latents - mean) / std)
+            return cast("Tensor", vae.encode(image.to(vae.device, self._dtype)).latent_dist.mode())
+
+    def _encoded_image(self, image: Tensor) -> Tensor:
+        """Returns latents [1, C, h, w] of a video VAE for an image [1, channels, H, W] from -1 to 1."""
+        latents = self._mode(image.unsqueeze(2))
+        mean, std = self._statistics(self.whole("encode images").vae.config, latents)
+        return ((latents - mean) / std)[:, :, 0]
 
     def whole(self, purpose: str) -> Any:
         if self.pipeline is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import tiny
-from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens, on_host
+from async_flowrl.policies.pipeline import IMAGE, PipelinePolicy, estimated_tokens, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.qwen_image_edit import IMAGE_MARK, VIDEO_MARK, processor
 from async_flowrl.types import Conditioning, Prompt, Sampling
@@ -26,8 +26,8 @@ _PROCESSOR = "processor"
 _VISION = ("<|vision_start|>", "<|vision_end|>", IMAGE_MARK, VIDEO_MARK)
 # Area of an image to edit for text encoder and VAE: the default of QwenImage21Pipeline's `output_resolution`, squared.
 CONDITION_AREA = 1024**2
-# Names among the arrays of a prompt: the text before an image [L, D], and its tokens [rows, columns, channels].
-_BEFORE, _IMAGE = "before_{}", "image_{}"
+# Name among the arrays of a prompt: the text before an image [L, D].
+_BEFORE = "before_{}"
 _TEXT_TOKENS_PER_IMAGE = 16  # More than there are in the template around an image.
 # The part of the published chat template that the pipeline uses.
 _TINY_TEMPLATE = (
@@ -42,7 +42,7 @@ class QwenImage21Policy(PipelinePolicy):
     least_steps = 2
     vae_stages = "temperal_downsample"
     packs_tokens = names_patch_size = True
-    images, planned_images = (0, math.inf), 0
+    images = (0, math.inf)
     marks = (IMAGE_MARK, VIDEO_MARK)
     # Every linear layer of a block; text and image share them, so each of them changes the output.
     lora_targets: Sequence[str] = (
@@ -75,7 +75,7 @@ class QwenImage21Policy(PipelinePolicy):
             picture = image.convert("RGBA")
             seen.append(pipeline.image_processor.resize(picture, height=height, width=width))
             pixels = pipeline.image_processor.preprocess(picture, height=height, width=width)
-            encoded[_IMAGE.format(place)] = self.encode_image(pixels)
+            encoded[IMAGE.format(place)] = self.encode_image(pixels)
         embeds, _, slots = self._stock_encode(text, seen)
         start, places = 0, slots[0].tolist()
         groups = [math.prod(image.shape[1:3]) // _SLOT for image in encoded.values()]
@@ -95,30 +95,29 @@ class QwenImage21Policy(PipelinePolicy):
     def encode_image(self, image: Tensor) -> Tensor:
         if image.shape[1] == 3:  # Opaque.
             image = torch.cat([image, torch.ones_like(image[:, :1])], dim=1)
-        return self._encoded_image(image)[:, :, 0].permute(0, 2, 3, 1)
+        return self._encoded_image(image).permute(0, 2, 3, 1)
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         width, side = self._config.context_in_dim, math.isqrt(CONDITION_AREA) // self._side
         shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (self.planned_tokens, width)}
         for place in range(self.planned_images):
             shapes[_BEFORE.format(place)] = _TEXT_TOKENS_PER_IMAGE, width
-            shapes[_IMAGE.format(place)] = side, side, self._config.in_channels
+            shapes[IMAGE.format(place)] = side, side, self._config.in_channels
         return shapes
 
     def in_two_passes(self, device: torch.device) -> bool:
-        return True  # See `_network`.
+        return True  # See `_layout`.
+
+    def _layout(self, branch: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        # A text's length decides where the image stands: texts of different lengths never share a call, either.
+        return tuple((name, branch[name].shape) for name in sorted(branch))
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        # The network has one layout for all rows, and a text's length decides where the image stands: texts of
-        # different lengths, and other images, never share a call.
-        if len({tuple(sorted((name, array.shape) for name, array in branch.items())) for branch in branches}) > 1:
-            parts = zip(latents.chunk(len(branches)), sigma.chunk(len(branches)), branches, strict=True)
-            return torch.cat([self._network(x, level, [branch], sampling) for x, level, branch in parts])
-        rows, tokens, count = len(latents), latents.shape[1], len(branches[0]) // 2
-        edited = [self._rows(branches, _IMAGE.format(place), rows) for place in range(count)]
-        texts = [self._rows(branches, _BEFORE.format(place), rows) for place in range(count)]
+        rows, tokens = len(latents), latents.shape[1]
+        edited = self._edited(branches, rows)
+        texts = [self._rows(branches, _BEFORE.format(place), rows) for place in range(len(edited))]
         texts.append(self._rows(branches, "prompt_embeds", rows))
         grids = [*(tuple(image.shape[1:3]) for image in edited), self._grid(sampling.resolution)]
         if edited:  # Our own `_forward` reads the layout from numbers that the host knows.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import qwen_text, tiny
-from async_flowrl.policies.pipeline import estimated_tokens, on_host
+from async_flowrl.policies.pipeline import IMAGE, estimated_tokens, on_host, squares
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.qwen_image import QwenImagePolicy, tiny_text_encoder, tiny_tokenizer
 from async_flowrl.types import ConditionImage, Conditioning, Prompt, Sampling
@@ -27,8 +27,6 @@ _PLACE = "Picture {}: <|vision_start|><|image_pad|><|vision_end|>"
 _MOST_TOKENS = 4096 - 512
 _PROCESSOR = "processor"
 IMAGE_MARK, VIDEO_MARK = "<|image_pad|>", "<|video_pad|>"
-# Name of an image's tokens [rows, columns, channels] among the arrays of a prompt.
-_IMAGE = "image_{}"
 
 
 class QwenImageEditPolicy(QwenImagePolicy):
@@ -55,34 +53,23 @@ class QwenImageEditPolicy(QwenImagePolicy):
                 for area in (stock.CONDITION_IMAGE_SIZE, stock.VAE_IMAGE_SIZE)
             ]
             seen.append(pipeline.image_processor.resize(image, *sizes[0]))
-            encoded[_IMAGE.format(place)] = self.encode_image(pipeline.image_processor.preprocess(image, *sizes[1]))
+            encoded[IMAGE.format(place)] = self.encode_image(pipeline.image_processor.preprocess(image, *sizes[1]))
         embeds, mask = self._stock_encode(text, seen)
         _check_tokens(embeds.shape[1])
         return on_host(prompt_embeds=embeds if mask is None else embeds[:, mask[0].bool()], **encoded)
 
     def encode_image(self, image: Tensor) -> Tensor:
-        latents = self._encoded_image(image)
-        height, width = latents.shape[-2:]
-        squares = latents.view(1, -1, height // 2, 2, width // 2, 2)
-        return squares.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return squares(self._encoded_image(image))
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         tokens = self.planned_tokens + _TEXT_TOKENS_PER_IMAGE * self.planned_images
-        side = 1024 // self._side
-        images = {_IMAGE.format(place): (side, side, self._config.in_channels) for place in range(self.planned_images)}
-        return {"prompt_embeds": (tokens, self._config.joint_attention_dim), **images}
+        return {"prompt_embeds": (tokens, self._config.joint_attention_dim), **self.image_shapes()}
 
     def _network(
         self, latents: Tensor, sigma: Tensor, branches: Sequence[Mapping[str, Tensor]], sampling: Sampling
     ) -> Tensor:
-        # The network has one layout for all rows.
-        if len({tuple(image.shape for image in _images(branch)) for branch in branches}) > 1:
-            parts = zip(latents.chunk(len(branches)), sigma.chunk(len(branches)), branches, strict=True)
-            return torch.cat([self._network(x, level, [branch], sampling) for x, level, branch in parts])
         embeds, mask = qwen_text.padded_texts(branches, len(latents) // len(branches), self._dtype)
-        images = [
-            self._rows(branches, _IMAGE.format(place), len(latents)) for place in range(len(_images(branches[0])))
-        ]
+        images = self._edited(branches, len(latents))
         grids = [self._grid(sampling.resolution), *(tuple(image.shape[1:3]) for image in images)]
         return self._called(
             hidden_states=torch.cat([latents.to(self._dtype), *(image.flatten(1, 2) for image in images)], dim=1),
@@ -97,10 +84,6 @@ def _check_tokens(tokens: int) -> None:
     if tokens > _MOST_TOKENS:
         title = QwenImageEditPolicy.title
         raise ValueError(f"{title} has positions for {_MOST_TOKENS} tokens of text and images, got {tokens}")
-
-
-def _images(branch: Mapping[str, Tensor]) -> list[Tensor]:
-    return [branch[_IMAGE.format(place)] for place in range(len(branch) - 1)]
 
 
 def processor(kind: Any, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> Any:

@@ -51,6 +51,7 @@ FAMILIES = {
     "qwen_image_edit": "async_flowrl.policies.qwen_image_edit:QwenImageEditFamily",
     "sd3": "async_flowrl.policies.sd3:SD3Family",
     "flux": "async_flowrl.policies.flux:FluxFamily",
+    "flux_kontext": "async_flowrl.policies.flux_kontext:FluxKontextFamily",
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
     "sana": "async_flowrl.policies.sana:SanaFamily",
     "wan": "async_flowrl.policies.wan:WanFamily",

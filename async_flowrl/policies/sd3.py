@@ -43,7 +43,7 @@ class SD3Policy(PipelinePolicy):
         return on_host(prompt_embeds=embeds, pooled_prompt_embeds=pooled)
 
     def _set_schedule(self, steps: int, tokens: int) -> None:
-        dynamic = {"mu": self._shift(tokens)} if self._scheduler.config.get("use_dynamic_shifting") else {}
+        dynamic = {"mu": self._shift(tokens, steps)} if self._scheduler.config.get("use_dynamic_shifting") else {}
         self._scheduler.set_timesteps(steps, device="cpu", **dynamic)
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:

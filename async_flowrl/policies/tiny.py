@@ -10,7 +10,7 @@ import json
 import shutil
 import string
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,10 @@ from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
 # Values of `model.tiny.family`, each a module beside this one.
-TINY = ("qwen_image", "qwen_image_21", "qwen_image_edit", "sd3", "flux", "z_image", "sana", "wan", "wan_image")
+TINY = (
+    *("qwen_image", "qwen_image_21", "qwen_image_edit", "sd3", "flux", "flux_kontext"),
+    *("z_image", "sana", "wan", "wan_image"),
+)
 # The tiny model of experiment=two_prompts, which keeps its bits; tests of families spread its norms themselves.
 _AS_FIRST_TRAINED = "qwen_image"
 # Part of the cache key; increase it when the built bytes change.
@@ -176,15 +179,17 @@ def t5_encoder(tokenizer: Any) -> Any:
     return T5EncoderModel(T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes)).eval()
 
 
-def image_vae(contrast: float, *, scaling_factor: float, shift_factor: float) -> Any:
-    """Returns a VAE with 16 latent channels and 8 pixels per side of a latent, as in SD3.5, FLUX.1 and Z-Image."""
+def image_vae(
+    contrast: float, *, scaling_factor: float, shift_factor: float, widths: Sequence[int] = (8, 8, 16, 16)
+) -> Any:
+    """Returns a VAE with 16 latent channels, as in SD3.5, FLUX.1 and Z-Image; each width but one halves the side."""
     import torch
     from diffusers import AutoencoderKL
 
     vae = AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[8, 8, 16, 16],
+        down_block_types=["DownEncoderBlock2D"] * len(widths),
+        up_block_types=["UpDecoderBlock2D"] * len(widths),
+        block_out_channels=list(widths),
         layers_per_block=1,
         latent_channels=16,
         norm_num_groups=4,

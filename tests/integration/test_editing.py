@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_rules
 from PIL import Image
 
@@ -43,6 +44,11 @@ def edits(tmp_path: Path) -> list[str]:
     ]
 
 
+def one_image_each(folder: Path) -> str:
+    prompts = [{"prompt": f"make {name} red", "image": name} for name in ("a.png", "b.png")]
+    return f"data.train={rows(folder / 'single.jsonl', *prompts)}"
+
+
 def check(run: Run, steps: int) -> None:
     assert len(set(run.digests)) == steps + 1
     assert run.column("log_prob_gap")[0] < 1e-6 and run.column("ratio/mean")[0] == 1.0
@@ -65,7 +71,7 @@ def test_a_run_and_its_commands(edits: list[str], tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny_qwen_image_edit", "tiny_qwen_image_21"])
+@pytest.mark.parametrize("model", ["tiny_qwen_image_edit", "tiny_qwen_image_21", "tiny_flux_kontext"])
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
 def test_the_digest_is_one_in_every_mode(
@@ -73,6 +79,9 @@ def test_the_digest_is_one_in_every_mode(
 ) -> None:
     """Two pools, one that does both, and a run in two parts; prompts with one and with two images share a batch."""
     monkeypatch.setattr(qwen_image_21, "CONDITION_AREA", 256**2)
+    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(320, 192), (192, 320)])
+    if model == "tiny_flux_kontext":  # It takes one image.
+        edits = [*edits, one_image_each(tmp_path), "rollout.guidance_scale=2.5"]
     settings = [*edits, f"model={model}", f"tune={tune}", "save.every=1", "rollout.tickets_per_batch=2"]
     whole = train(tmp_path / "whole", mode, *settings, "total_steps=3")
     shared = train(tmp_path / "shared", mode, *settings, "total_steps=3", "placement=shared")

@@ -28,10 +28,10 @@ def runs_here(family: str) -> bool:
     return True
 
 
-EDITING = ("qwen_image_edit", "wan_image")
-"""Families whose prompts need images; their tests are test_qwen_image_edit.py and test_wan_image.py."""
+EDITING = ("qwen_image_edit", "flux_kontext", "wan_image")
+"""Families whose prompts need images; test_qwen_image_edit.py, test_flux_edit.py and test_wan_image.py test them."""
 NAMES = sorted(family for family in filter(runs_here, FAMILIES) if family not in EDITING)
-WHOLE_TEXTS = ("qwen_image", "qwen_image_21", *EDITING)
+WHOLE_TEXTS = ("qwen_image", "qwen_image_21", "qwen_image_edit", "wan_image")
 """Families that do not pad texts."""
 TWO_AND_SLOW = [
     name if name in ("flux", "qwen_image") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES
@@ -111,9 +111,8 @@ def called(pipeline: Any, count: int = 1, **arguments: Any) -> Any:
 
 
 def how(family: str, *, cfg: float = 1.0, **options: Any) -> Sampling:
-    return replace(
-        sampling(cfg=cfg, **options), guidance_scale=3.5 if family == "flux" else 0.0, negative_prompt=NEGATIVE
-    )
+    embedded = 3.5 if family in ("flux", "flux_kontext") else 0.0
+    return replace(sampling(cfg=cfg, **options), guidance_scale=embedded, negative_prompt=NEGATIVE)
 
 
 def conditioning(policy: Policy) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:

@@ -22,6 +22,7 @@ LAYERS = {
         *(f"transformer_blocks.{block}.{name}" for block in (0, 11) for name in (*ATTENTION, "ff.net.0.proj")),
         *(f"single_transformer_blocks.1.{name}" for name in ("attn.to_q", "attn.to_v", "proj_out")),
     ],
+    "flux_kontext": [f"transformer_blocks.0.{name}" for name in ("attn.to_out.0", "ff.net.2")],
     "qwen_image_edit": ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.img_mlp.net.0.proj"],
     "qwen_image_21": [f"transformer_blocks.0.img_mlp.{name}" for name in ("gate_layer", "proj", "out")],
 }
@@ -60,14 +61,15 @@ def test_alpha_stands_beside_fluxs_tensors_and_not_beside_sd3s(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", ["comfyui", "kohya"])
-def test_the_editing_qwen_image_has_the_names_of_the_other(form: str, tmp_path: Path) -> None:
-    source = adapter("qwen_image_edit")
+@pytest.mark.parametrize(("plain", "editing"), [("qwen_image", "qwen_image_edit"), ("flux", "flux_kontext")])
+def test_a_model_that_edits_has_the_names_of_the_other(plain: str, editing: str, form: str, tmp_path: Path) -> None:
+    source = adapter(editing)
     written = {
         family: lora_formats.write(tmp_path / f"{family}.safetensors", source, family=family, form=form)
-        for family in ("qwen_image", "qwen_image_edit")
+        for family in (plain, editing)
     }
-    assert same(load_file(written["qwen_image"]), load_file(written["qwen_image_edit"]))
-    assert same(lora_formats.read_back(written["qwen_image_edit"], "qwen_image_edit").tensors, scaled(source))
+    assert same(load_file(written[plain]), load_file(written[editing]))
+    assert same(lora_formats.read_back(written[editing], editing).tensors, scaled(source))
 
 
 @pytest.mark.parametrize(("family", "sources"), [("qwen_image_edit", False), ("qwen_image_21", True)])

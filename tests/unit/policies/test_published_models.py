@@ -31,6 +31,7 @@ ADAPTED = {
     "stabilityai/stable-diffusion-3.5-medium": (24 * 8 - 2, 583_680),
     "stabilityai/stable-diffusion-3.5-large": (38 * 8 - 2, 1_468_928),
     "black-forest-labs/FLUX.1-dev": (19 * 12 + 38 * 3, 2_801_664),
+    "black-forest-labs/FLUX.1-Kontext-dev": (19 * 12 + 38 * 3, 2_801_664),
     "Tongyi-MAI/Z-Image-Turbo": (34 * 7, 2_480_640),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (20 * 8, 716_800),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (30 * 8, 737_280),
@@ -69,7 +70,8 @@ class Part(nn.Module):
         raise Reached(inputs["hidden_states"] if "hidden_states" in inputs else arguments[0])
 
     def encode(self, image: torch.Tensor) -> SimpleNamespace:
-        return SimpleNamespace(latents=torch.zeros(1, self.z_dim, 1, *(side // 8 for side in image.shape[-2:])))
+        channels = [self.z_dim, 1] if "z_dim" in self.config else [self.latent_channels]
+        return SimpleNamespace(latents=torch.zeros(1, *channels, *(side // 8 for side in image.shape[-2:])))
 
     def cache_context(self, name: str, **step: Any) -> Any:
         return torch.no_grad()
@@ -148,6 +150,7 @@ def test_its_tokens_and_schedule_are_the_stock_pipelines(name: str) -> None:
                 **stock_inputs(policy),
                 **family.guidance_arguments(replace(how(architecture.family), negative_prompt="")),
                 **({"use_resolution_binning": False} if architecture.family == "sana" else {}),
+                **({"max_area": height * width} if architecture.family == "flux_kontext" else {}),
                 **({"num_frames": frames_of(size) or 1} if policy.makes_videos else {}),
             )
         (latents,) = reached.value.args
