@@ -29,12 +29,12 @@ demo: setup
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests run in the order of conftest.py, lint beside them. Those that start clusters, fork ranks or time the CPU stay in
-# one process each (the lanes of conftest.py) and often wait, so there is one process more than there are cores.
+# one process each (the lanes of conftest.py) and wait, so there are two processes more than there are cores.
 test: setup
 	$(MAKE) --jobs=2 lint pytest
 
 pytest: setup
-	$(RUN) -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup --no-loadscope-reorder
+	$(RUN) -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadgroup --no-loadscope-reorder
 
 # Between two edits: what changed is linted, and what everything rests on is tested, most of it in virtual time.
 CHANGED = $(shell git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')

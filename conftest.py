@@ -2,8 +2,9 @@
 
 import gc
 import os
+import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,8 +22,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Has the test processes (`-n`) forked by a process that has imported torch for all, which saves seconds each."""
+    from tests.support import forked
+
+    for spec in specs:
+        spec.python = shlex.join(forked.python(forked.TESTS))
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tells each of several test processes (`-n`) which process forks for it: one that has imported torch for all."""
+    """Tells each test process (`-n`) which other process forks for it."""
     from tests.support import forked
 
     node.workerinput[FORKED_BY] = forked.share()

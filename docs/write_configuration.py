@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -89,10 +90,15 @@ def tables(section: Any, prefix: str, changes: str, earlier: dict[Any, str] | No
                 yield from tables(entry, below, mark, earlier)
 
 
+@cache
+def classes(file: str) -> dict[str, ast.ClassDef]:
+    body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 def texts(section: Any) -> tuple[str, dict[str, str]]:
     """The docstring of a dataclass, and field → the string under it. They are in its source alone."""
-    tree = ast.parse(inspect.getsource(section)).body[0]
-    assert isinstance(tree, ast.ClassDef)
+    tree = classes(inspect.getfile(section))[section.__name__]
     return one_line(ast.get_docstring(tree) or ""), {
         node.target.id: one_line(str(text.value.value))
         for node, text in pairwise(tree.body)

@@ -39,6 +39,8 @@ DEFAULT = "one_step_off"
 EXPERIMENT = "two_prompts"
 # Version of Hydra whose defaults apply.
 VERSION_BASE = "1.3"
+# Groups of Hydra's own settings: a quarter of a composition's time, and only what Hydra starts (a sweep) reads them.
+UNREAD = ("help", "hydra_help", "hydra_logging", "job_logging", "env", "launcher", "sweeper")
 # Type of a configuration field → the type in words, for messages.
 WORDS: dict[Any, str] = {
     int: "an integer",
@@ -66,7 +68,7 @@ def compose_config(name: str = DEFAULT, overrides: Sequence[str] = (), folder: P
 
 
 def composed(name: str, overrides: Sequence[str], folder: Path | None = None) -> DictConfig:
-    """Returns what Hydra composes from a command line, with Hydra's own settings under `hydra`. Raises ConfigError."""
+    """Returns what Hydra composes from a command line, with its own settings that a run reads. Raises ConfigError."""
     written = with_replaced_terms(name, checked(name, overrides, folder), folder)
     values = _composed(name, written, folder)
     if left_out := _left_out(values, written):
@@ -150,9 +152,10 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
     folders = sorted(both, key=lambda place: not (place / f"{name}.yaml").exists())
     quotable = [str(other).replace("'", "\\'") for other in folders[1:]]
     others = [f"hydra.searchpath=['file://{other}']" for other in quotable]
+    unread = [] if any(map(is_hydras, overrides)) else [f"~hydra/{group}" for group in UNREAD]
     try:
         with initialize_config_dir(str(folders[0]), job_name="async_flowrl", version_base=VERSION_BASE):
-            return compose(name, [*others, *overrides], return_hydra_config=True)
+            return compose(name, [*others, *unread, *overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error)) from error
 

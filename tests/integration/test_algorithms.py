@@ -31,9 +31,6 @@ FOLLOW = ("flow_grpo", "diffusion_nft")
 The others differ from the first in their loss, in the steps that they train, or in their transitions, and the unit
 tests test_algorithm_learning.py train them; further files are other settings of the same.
 """
-FLEE = ("flow_grpo",)
-"""One of them: the unit tests test_algorithm_learning.py and test_algorithm_final_losses.py turn each one around, by a
-negated reward or by negated advantages."""
 
 
 def chosen(names: Sequence[str]) -> list[Any]:
@@ -73,8 +70,9 @@ def test_the_policy_follows_its_reward(algorithm: str, tmp_path: Path) -> None:
     assert gain(run) > MOVED
 
 
-@pytest.mark.parametrize("algorithm", chosen(FLEE))
+@pytest.mark.parametrize("algorithm", chosen(()))
 def test_the_policy_flees_its_reward_when_it_is_negated(algorithm: str, tmp_path: Path) -> None:
+    """`make test` turns each one around in unit tests: test_algorithm_learning.py, test_algorithm_final_losses.py."""
     away = ("algorithm.negate_reward=true", "total_steps=5", "trainer.learning_rate=0.03")
     assert gain(follow(tmp_path / "run", algorithm, *away)) < -MOVED
 

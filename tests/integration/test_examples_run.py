@@ -20,9 +20,9 @@ from tests.support.examples import ROOT, SHORT, Block, Command, blocks, commands
 from tests.support.published import MODELS, use_published_models
 
 BLOCKS = blocks()
-LATER = ("sweep-0", "flux-1")
-"""Blocks that only the slow lane runs: of a sweep and of a run of FLUX.1 there are other tests (test_command_line.py,
-test_model_families.py)."""
+LATER = ("sweep-0", "flux-1", "deploy-0")
+"""Blocks that only the slow lane runs: of a sweep, of a run of FLUX.1 and of `doctor` there are other tests
+(test_command_line.py, test_model_families.py, test_doctor_of_a_configuration.py)."""
 QUICK = [
     pytest.param(block, id=str(block), marks=pytest.mark.slow if str(block) in LATER else ())
     for block in BLOCKS
@@ -95,7 +95,7 @@ def test_what_only_the_slow_lane_runs_composes() -> None:
     assert found.keys() == set(LATER)
     for program, *words in (command.words for each in found.values() for command in each):
         given, _ = command_line(words[1:])
-        assert (program, words[0]) == ("async-flowrl", "train") and given.overrides
+        assert program == "async-flowrl" and words[0] in ("train", "doctor") and given.overrides
         first = [override.partition(",")[0] for override in given.overrides if not is_hydras(override)]
         assert compose_config(given.config_name, first).total_steps > 1
 

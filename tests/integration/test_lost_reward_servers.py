@@ -42,6 +42,7 @@ def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "turns"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_held_out_reward_whose_server_is_lost(turns: Path, tmp_path: Path, plain: Run) -> None:
     turns.write_text("99")
     held_out = f"+evaluate.reward.terms.lost={term('dying_color:dying_color', restarts=0)}"

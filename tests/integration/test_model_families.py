@@ -38,7 +38,14 @@ def check(run: Run, steps: int) -> None:
     assert run.column("log_prob_gap")[0] < 1e-6
 
 
-@pytest.mark.parametrize("family", [name for name in NAMES if name != "qwen_image"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("flux", "wan") else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if name != "qwen_image"
+    ],
+)
 def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
     run = train(tmp_path / "run", "one_step_off", "total_steps=2", *options(family))
     check(run, 2)

@@ -13,6 +13,7 @@ from async_flowrl.main import main
 from separation.processes import descendants
 from tests.integration.runs import LIMIT, ROOT, TINY, finish, lines, start, wait_until
 from tests.integration.watched import SECONDS, WatchedRun
+from tests.support.forked import python
 from tests.support.marked import left_after, marked_processes
 
 
@@ -72,7 +73,7 @@ train(compose_config("one_step_off", [f"output_dir={sys.argv[1]}"]), {})
 
 
 def test_a_sigterm_while_the_run_is_prepared_is_resumable_and_leaves_no_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PREPARING, str(tmp_path / "run")]
+    command = [*python(), "-c", PREPARING, str(tmp_path / "run")]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"prepares\n"
         process.send_signal(signal.SIGTERM)

@@ -82,6 +82,7 @@ def test_resident_offload_and_cached_make_the_same_weights(
     assert again.metrics[-1]["evaluation/reward/mean"] == whole.metrics[-1]["evaluation/reward/mean"]
 
 
+@pytest.mark.slow
 def test_a_process_that_also_trains_makes_the_same_weights_with_prompts_that_are_encoded_in_mid_run(
     tmp_path: Path, settings: tuple[str, ...], whole: Run
 ) -> None:

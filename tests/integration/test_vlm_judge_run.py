@@ -48,6 +48,7 @@ def judged(server: ScriptedJudge, **options: Any) -> list[str]:
     return ["~reward.terms.color", "+reward.terms={judge: " + term + "}", f"total_steps={STEPS}", "reward.backoff=0"]
 
 
+@pytest.mark.slow
 @pytest.mark.serial("runs")
 def test_a_resume_is_bitwise_the_same_though_the_judge_has_changed_its_mind(
     server: ScriptedJudge, tmp_path: Path

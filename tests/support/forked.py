@@ -17,6 +17,8 @@ METHOD = "forkserver"
 CONTEXT = multiprocessing.get_context(METHOD)
 PRELOADED = [
     "pytest",
+    "hypothesis",
+    "fastapi",
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -36,6 +38,10 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 when it is imported, or it overwrites this one. Where the forking process is shared, this list alone counts."""
 SHAREABLE = sys.version_info < (3, 14)
 """Later versions of Python let only the process that has started a forkserver ask it for a fork."""
+TESTS: Any = forkserver.ForkServer()
+"""Another such process, from which the test processes are forked: what they compare with forks of the first one has
+hashed in another order."""
+TESTS.set_forkserver_preload(PRELOADED)
 PROGRAM = Path(__file__).with_name("forked_python.py")
 
 
@@ -44,14 +50,14 @@ def imported(said: Connection) -> None:
     said.send([name for name in PRELOADED if name in sys.modules])
 
 
-def share() -> str | None:
+def share(server: Any = None) -> str | None:
     """Returns where the process listens from which all are forked; starts it if there is none, which takes a moment.
 
     None with a version of Python with which it cannot be shared.
     """
     if not SHAREABLE:
         return None
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server = server or forkserver._forkserver  # type: ignore[attr-defined]
     with open(os.devnull, "w") as nothing:  # What forked processes print is not mixed with what pytest prints.
         said = os.dup(1)
         os.dup2(nothing.fileno(), 1)
@@ -78,12 +84,12 @@ def use(address: str, *, tracked: bool = True) -> None:
         tracker._fd, tracker.ensure_running = nothing, int
 
 
-def python() -> list[str]:
+def python(server: Any = None) -> list[str]:
     """Returns the beginning of a command line in place of `sys.executable`; `-m module` or `-c code` must follow.
 
     The command is what a fresh Python would be, with its arguments, environment, folder and streams, but that it is
     forked, and has a session of its own. SIGINT and SIGTERM are passed on to it; SIGKILL does not reach it. Not for
     tests of imports, of the start, or of what is read from the environment while modules are imported.
     """
-    address = share()
+    address = share(server)
     return [sys.executable] if address is None else [sys.executable, str(PROGRAM), address]

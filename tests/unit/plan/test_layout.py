@@ -83,7 +83,7 @@ def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config,
 
 
 def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> None:
-    by_node = config("tune=full", "model.tiny.layers=2", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
+    by_node = config("tune=full", "model.tiny.layers=1", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
     size = planned_trainer(laid_out(by_node, WHOLE)).total
     assert layout(by_node, 2 * size)[0] == "none"
     found = layout(by_node, size // 4)

@@ -54,9 +54,9 @@ def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
     ],
 )
 def test_a_few_blocks_tell_the_peak_of_all(family: str, checkpointing: str) -> None:
-    """The same model rehearsed whole, of six blocks a stack."""
+    """The same model rehearsed whole, of four blocks a stack."""
     config = compose_config("one_step_off", [f"model={tiny_model(family)}"])
-    config.model.tiny.layers, config.model.tiny.heads, config.lora.rank = 6, 4, 4
+    config.model.tiny.layers, config.model.tiny.heads, config.lora.rank = 4, 4, 4
     config.rollout.guidance_scale = how(family).guidance_scale
     config.rollout.resolution, config.trainer.micro_batch_size = 64, 2
     config.trainer.gradient_checkpointing = checkpointing

@@ -12,8 +12,8 @@ GIB = 2**30
 
 
 def small(*overrides: str) -> Config:
-    """A model of 40 MB in float32, with three trainer ranks' worth of settings."""
-    sizes = ["model.tiny.layers=2", "model.tiny.heads=24", "lora.rank=64", "model.dtype=float32"]
+    """A model of one layer in float32, with three trainer ranks' worth of settings."""
+    sizes = ["model.tiny.layers=1", "model.tiny.heads=24", "lora.rank=64", "model.dtype=float32"]
     return compose_config("one_step_off", [*sizes, *overrides])
 
 

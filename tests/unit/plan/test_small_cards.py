@@ -27,7 +27,7 @@ RECIPES = {"qwen_image_1x24gb": 24, "qwen_image_21_1x24gb": 24, "flux_1x24gb": 2
 
 
 def tiny(*overrides: str) -> Config:
-    return compose_config("one_step_off", ["model=tiny", "model.tiny.layers=2", "model.tiny.heads=16", *overrides])
+    return compose_config("one_step_off", ["model=tiny", "model.tiny.layers=1", "model.tiny.heads=16", *overrides])
 
 
 @pytest.mark.parametrize(

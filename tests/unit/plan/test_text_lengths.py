@@ -18,7 +18,8 @@ def configured(folder: Path, lengths: list[int], *settings: str, family: str = "
     """A run on prompts of these numbers of bytes, in the order of the file, four per step; all are evaluated, too."""
     path = folder / "prompts.txt"
     path.write_text("".join(f"{index:03d}".ljust(length, "a") + "\n" for index, length in enumerate(lengths)))
-    given = [f"data.train={path}", "data.shuffle=false", "prompts_per_step=4", f"model.tiny.family={family}"]
+    given = [f"data.train={path}", "data.shuffle=false", "prompts_per_step=4"]
+    given += ["model.tiny.layers=1", f"model.tiny.family={family}"]
     given += ["rollout.guidance_scale=3.5"] if family == "flux" else []
     return compose_config("one_step_off", [*given, *settings])
 

@@ -46,6 +46,12 @@ VIDEOS: list[Resolution] = [(81, 480, 832), (33, 704, 1280)]
 KNOWN = [name for name in ADAPTED if architectures()[name].family in (*NAMES, *EDITING)]
 
 
+LATER = {
+    name for name in KNOWN if name not in {architectures()[other].family: other for other in reversed(KNOWN)}.values()
+}
+"""Models of a family of which `make test` runs another."""
+
+
 class Reached(Exception):
     """The stock pipeline calls its network: with these latents."""
 
@@ -106,7 +112,9 @@ def test_every_published_model_is_here() -> None:
     assert set(distinct.values()) == set(ADAPTED)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LATER else ()) for name in KNOWN]
+)
 def test_its_lora_has_the_layers_and_the_shapes_of_its_network(name: str) -> None:
     architecture = architectures()[name]
     family = family_of(architecture)

@@ -21,7 +21,7 @@ from async_flowrl.policies.tuning import LoraTuning
 from async_flowrl.types import Sampling
 from checkpoint_engine import base_digest
 from tests.support.failing_disk import Torn, failing_disk
-from tests.support.families import NAMES
+from tests.support.families import TWO_AND_SLOW
 
 BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.25, "nf4": 4.25}
 """Of a weight in a large bfloat16 layer, without the share of a row's one scale."""
@@ -102,7 +102,7 @@ def velocity(policy: PipelinePolicy) -> Tensor:
     return policy.velocity(noise, torch.tensor([0.9, 0.4]), conditioning, None, sampling)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", TWO_AND_SLOW)
 def test_every_process_of_every_family_has_the_same_bits(family: str) -> None:
     model = resolved(family, quantize="nf4")
     sampling, training = loaded(model, "all"), loaded(model, "transformer")
@@ -120,7 +120,7 @@ def test_every_process_of_every_family_has_the_same_bits(family: str) -> None:
     assert set(tuning.dtypes(training.transformer).values()) == {torch.float32}
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", TWO_AND_SLOW)
 def test_text_encoders_are_quantised_alike_wherever_they_are(family: str) -> None:
     """Also as those that are loaded from their own files and then quantised."""
     model, here = resolved(family, quantize_text_encoder="int8"), loaded(resolved(family), "all")

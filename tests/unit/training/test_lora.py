@@ -80,7 +80,7 @@ def test_a_layer_without_a_graph_gives_the_bits_of_one_with_a_graph(dtype: str) 
         assert torch.equal(output(policy), live)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_reference_mode_is_the_base_exactly_and_leaves_no_trace(compiled: bool) -> None:
     base, policy = tiny_policy(parts="transformer"), adapted_policy(parts="transformer")
     names = list(lora_parameters(policy.transformer))

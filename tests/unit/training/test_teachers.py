@@ -35,7 +35,11 @@ def taught(folder: Path, **fields: Any) -> Config:
     return config
 
 
-@pytest.mark.parametrize("fields", [{}, {"name": "diffusion_nft", "sde_type": "ode"}], ids=["steps", "final images"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, pytest.param({"name": "diffusion_nft", "sde_type": "ode"}, marks=pytest.mark.slow)],
+    ids=["steps", "final images"],
+)
 def test_a_student_comes_near_the_teacher_of_each_prompt(fields: dict[str, Any], tmp_path: Path) -> None:
     config = taught(tmp_path, **fields)
     worker, sampler = rig.trainer(config), rig.Sampler(config)
