@@ -9,7 +9,7 @@ import functools
 import logging
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -162,16 +162,21 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
 
 def typed(values: DictConfig) -> Config:
     """Returns a composed configuration as the dataclass. Raises ConfigError for unknown keys and wrong types."""
-    job = without_hydra(values)
     try:
-        plain = cast("dict[str, Any]", OmegaConf.to_container(job, resolve=True))
+        plain = _sections(values, lambda section: OmegaConf.to_container(section, resolve=True))
         if wrong := next(unknown_keys(plain, Config), None):
             raise ConfigError(wrong)
-        config = cast("Config", OmegaConf.to_object(job))
+        config = Config(**_sections(values, OmegaConf.to_object))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     config.output_dir = str(expanded(config.output_dir))
     return normalised(with_absolute_files(config))
+
+
+def _sections(values: DictConfig, read: Callable[[Any], Any]) -> dict[str, Any]:
+    # Without a copy of `values`, which takes longer than the rest.
+    names = [str(name) for name in values if name != "hydra"]
+    return {name: read(values[name]) if OmegaConf.is_config(values[name]) else values[name] for name in names}
 
 
 def with_absolute_files(config: Config) -> Config:

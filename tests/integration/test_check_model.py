@@ -59,7 +59,10 @@ def verdicts(printed: str) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) == 4 and row[0] != "step"}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *EDITING, *EXPERTS])
+@pytest.mark.parametrize(
+    "name",
+    [*EDITING, *EXPERTS, *(name if name == "flux" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES)],
+)
 def test_a_shipped_family_is_its_stock_pipeline(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

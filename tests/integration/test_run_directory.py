@@ -178,7 +178,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:
     assert [e["step"] for e in parts.events if e["event"] == "rollback"] == [2]
 
 
-@pytest.mark.parametrize(("tune", "steps"), [("lora", [0, 1, 2]), ("full", [0, 2])])
+@pytest.mark.parametrize(("tune", "steps"), [("lora", [0, 1, 2]), pytest.param("full", [0, 2], marks=pytest.mark.slow)])
 def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: str, steps: list[int]
 ) -> None:

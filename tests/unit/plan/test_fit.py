@@ -130,9 +130,9 @@ def test_a_quantised_base_then_host_memory_then_a_lower_rank_come_last(monkeypat
     stored = [row.fits and set(row.words) & {"model.quantize=int8", "model.quantize=nf4"} for row in found]
     assert stored == [set(), {"model.quantize=int8"}, *[{"model.quantize=nf4"}] * 5, False]
     assert [sum(word.endswith("=host") for word in row.words) for row in found[2:6]] == [0, 2, 3, 3]
-    ranks = [composed(row.words).lora.rank for row in found]
-    assert ranks == [64] * 5 + [32, 16, 16]
-    assert all(composed(row.words).lora.alpha == 2 * rank for row, rank in zip(found, ranks, strict=True))
+    loras = [composed(row.words).lora for row in found]
+    assert [lora.rank for lora in loras] == [64] * 5 + [32, 16, 16]
+    assert all(lora.alpha == 2 * lora.rank for lora in loras)
 
 
 def test_of_whole_weights_the_settings_of_a_small_card_are_tried_without_those_of_a_frozen_base(
