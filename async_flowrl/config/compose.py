@@ -39,7 +39,7 @@ DEFAULT = "one_step_off"
 EXPERIMENT = "two_prompts"
 # Version of Hydra whose defaults apply.
 VERSION_BASE = "1.3"
-# Groups of Hydra's own settings: a quarter of a composition's time, and only what Hydra starts (a sweep) reads them.
+# Groups of Hydra's own settings that take time to compose, and that only what Hydra starts (a sweep) reads.
 UNREAD = ("help", "hydra_help", "hydra_logging", "job_logging", "env", "launcher", "sweeper")
 # Type of a configuration field → the type in words, for messages.
 WORDS: dict[Any, str] = {
