@@ -7,7 +7,14 @@ Otherwise it is the change of the training reward.
 from collections.abc import Sequence
 
 from async_flowrl.config.curves import REWARD
-from async_flowrl.observability.evaluations import HELD_OUT, Evaluation, between, first_with_setting, policy_versions
+from async_flowrl.observability.evaluations import (
+    HELD_OUT,
+    TRAINED,
+    Evaluation,
+    between,
+    first_with_setting,
+    policy_versions,
+)
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.statistics import Change
 
@@ -26,7 +33,7 @@ def ends_of(history: Sequence[Evaluation]) -> Ends | None:
 
 
 def result_sentences(history: Sequence[Evaluation], evaluated: str) -> list[str]:
-    """One sentence about the reward and one about each held-out term; [] without two comparable evaluations.
+    """One sentence about the reward and those of `term_sentences`; [] without two comparable evaluations.
 
     `evaluated` is "held_out", "training" or "". The numbers after ± are half the 95 % interval.
     """
@@ -34,7 +41,7 @@ def result_sentences(history: Sequence[Evaluation], evaluated: str) -> list[str]
     if ends is None:
         return []
     reward = reward_sentence(ends, evaluated)
-    return [*([] if reward is None else [reward]), *held_out_sentences(ends)]
+    return [*([] if reward is None else [reward]), *term_sentences(ends)]
 
 
 def reward_sentence(ends: Ends, evaluated: str) -> str | None:
@@ -47,11 +54,14 @@ def reward_sentence(ends: Ends, evaluated: str) -> str | None:
     return f"On {prompts}, the reward went from {_means(REWARD, ends)} {span}: {_change(moved)}."
 
 
-def held_out_sentences(ends: Ends) -> list[str]:
+def term_sentences(ends: Ends) -> list[str]:
+    """One sentence about each term of the reward, if it has several, and about each held-out term."""
     first, last = ends
-    names = [name for name, curve in last.curves.items() if curve.kind == HELD_OUT]
-    changes = [(name, moved) for name in names if (moved := between(name, last, first)) is not None]
-    return [f"The held-out term {name} went from {_means(name, ends)}: {_change(moved)}." for name, moved in changes]
+    trained = {name: "term" for name, curve in last.curves.items() if curve.kind == TRAINED and name != REWARD}
+    held_out = {name: "held-out term" for name, curve in last.curves.items() if curve.kind == HELD_OUT}
+    words = (trained if len(trained) > 1 else {}) | held_out
+    changes = [(name, moved) for name in words if (moved := between(name, last, first)) is not None]
+    return [f"The {words[name]} {name} went from {_means(name, ends)}: {_change(moved)}." for name, moved in changes]
 
 
 def tenths(metrics: Sequence[Metrics]) -> tuple[float, float] | None:

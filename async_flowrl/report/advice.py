@@ -14,9 +14,9 @@ from async_flowrl.observability.metrics import Metrics
 from async_flowrl.observability.result import (
     MAX_P_VALUE,
     ends_of,
-    held_out_sentences,
     reward_sentence,
     tenths,
+    term_sentences,
     training_sentence,
 )
 from async_flowrl.observability.summary import warnings_of
@@ -54,7 +54,7 @@ def result_of(run: Records) -> dict[str, Any]:
         "about": about(run),
         "error": ERROR if change and change["half"] is not None else "",
         "headline": headline or training,
-        "more": held_out_sentences(ends) if ends else [],
+        "more": term_sentences(ends) if ends else [],
         "tone": "bad" if run.state in ("failed", "unfinished") else tone,
     }
     rewards = {"first": trained[0], "last": trained[1]} if trained else None

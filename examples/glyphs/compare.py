@@ -24,7 +24,7 @@ from benchmarks.markdown_tables import between_markers
 from examples.glyphs.audit import open_model, scores, trained_images
 from examples.glyphs.flow import STEPS
 from examples.glyphs.learning_curves import read
-from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, LOOKS, QUANTIZED, draw, table
+from examples.glyphs.result_picture import AGAINST, FAST, FLOW_GRPO, FULL, LOOKS, QUANTIZED, draw, draw_frontier, table
 from examples.glyphs.run_result import Result, load_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +113,8 @@ def main() -> None:
         raise SystemExit(f"compare: {arguments.results} has no results yet")
     for name, results in sections(found).items():
         show(results, name, arguments)
+    shown = [r for r in found if not (r.variant.startswith(FLOW_GRPO) or r.variant.endswith("permuted"))]
+    draw_frontier(shown, arguments.pictures / "glyphs_frontier.png")
 
 
 def sections(found: Sequence[Result]) -> dict[str, list[Result]]:

@@ -119,8 +119,10 @@ def _velocity(transformer: Any, latents: Tensor, sigma: Tensor, text: Tensor) ->
 
 
 @torch.no_grad()
-def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, guidance: float = 1.0) -> ByteArray:
-    """Generates `copies` images per word: uint8 [len(words), copies, H, W, 3].
+def generate(
+    pipeline: Any, words: Sequence[str], copies: int, *, steps: int, guidance: float = 1.0, form: str = "{}"
+) -> ByteArray:
+    """Generates `copies` images per word: uint8 [len(words), copies, H, W, 3]; `form` takes a word's prompt.
 
     The sampler is the deterministic Euler ODE in `steps` steps, from the same initial noises in every call. `guidance`
     is the scale of classifier-free guidance; 1 means none.
@@ -130,7 +132,7 @@ def generate(pipeline: Any, words: Sequence[str], copies: int, *, steps: int, gu
     )
     sampling = Sampling(SIDE, steps, guidance, 0.0, " ", "ode", 0.0)
     sigmas, rng = policy.sigmas(steps, SIDE), torch.Generator().manual_seed(4)
-    texts = policy.encode([*(prompt(word) for word in words), " "])
+    texts = policy.encode([*(form.format(prompt(word)) for word in words), " "])
     *positives, negative = [{"prompt_embeds": torch.from_numpy(text["prompt_embeds"])} for text in texts]
     images = []
     for positive in positives:

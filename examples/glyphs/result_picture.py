@@ -1,4 +1,4 @@
-"""Picture and Markdown table of the results of compare.py."""
+"""Pictures and Markdown table of the results of compare.py."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +29,10 @@ COLOURS = {
     "direct_align": "#d9822b",
 }
 """Variant to its colour, in the order of the table."""
+FRONTIER = ("variety", "ocr", "contrast")
+"""Keys of `Result.final` that pull against each other, in the order of the frontier's axes and colour."""
+BEFORE = (0.193, 0.416, 0.378)
+"""These three of the model before training (audit.py, 1,024 images)."""
 FLOW_GRPO = "grpo"
 """First word of the variants trained with Flow-GRPO; they have a picture and a table of their own."""
 FAST, FULL, AGAINST = "fast", "full", "one_step_off"
@@ -65,6 +69,27 @@ def draw(results: Sequence[Result], out: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("OCR score")
     panels[0].legend(fontsize=8, loc="center right")
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def draw_frontier(results: Sequence[Result], out: Path) -> None:
+    """Draws one dot per run that has all keys of `FRONTIER`: variety along, OCR up, contrast as colour."""
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    dots = {"before training": [BEFORE]}
+    for result in results:
+        if set(FRONTIER) <= set(result.final):
+            dots.setdefault(result.variant, []).append(tuple(result.final[key] for key in FRONTIER))
+    for marker, (name, found) in zip("poDs^v*X<>P", dots.items(), strict=False):
+        variety, ocr, contrast = zip(*found, strict=True)
+        shown = axes.scatter(variety, ocr, c=contrast, cmap="viridis", vmin=0.2, vmax=0.6, marker=marker, label=name)
+    figure.colorbar(shown, label="contrast")
+    axes.set(xlabel="variety", ylabel="OCR score of held-out words")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 

@@ -118,6 +118,29 @@ def test_the_result_is_a_sentence_with_its_error() -> None:
     assert term.startswith("The held-out term sharp went from 0.5 to 3.5: +3")
 
 
+def test_a_reward_of_several_terms_says_how_each_changed() -> None:
+    def ends(*terms: str) -> list[Evaluation]:
+        names = ("reward", *terms)
+        return [
+            Evaluation(
+                version,
+                False,
+                "same",
+                steps=6,
+                guidance=1.0,
+                curves={
+                    name: Curve("trained", 1.0, name, {0: (1.0 * version + i,), 1: (1.0 * version + i,)})
+                    for i, name in enumerate(names)
+                },
+            )
+            for version in (0, 3)
+        ]
+
+    _, ocr, contrast = result_sentences(ends("ocr", "contrast"), "held_out")
+    assert "ocr went from 1 to 4" in ocr and "contrast went from 2 to 5" in contrast
+    assert len(result_sentences(ends("ocr"), "held_out")) == 1
+
+
 def test_ctrl_c_ends_any_verb_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     def verb() -> int:
         raise KeyboardInterrupt
