@@ -21,7 +21,7 @@ MIN_BATCH_STD = 1e-6
 
 
 class GroupAdvantages:
-    """Base class of the built-in algorithms: its advantages follow `algorithm.*`, and all images of a group train."""
+    """Base class of the built-in algorithms: its advantages and the choice of images follow `algorithm.*`."""
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         self.config = config
@@ -37,7 +37,15 @@ class GroupAdvantages:
         return compute_advantages(rewards, self.config, weights=weights, seeds=seeds)
 
     def select(self, advantages: FloatArray) -> list[int]:
-        return list(range(len(advantages)))
+        """Returns the images that train: all, or of `train_images_per_group` one half the best, one half the worst.
+
+        This is DanceGRPO's bestofn (arXiv 2505.07818) and the down-sampling of PODS (arXiv 2504.13818). An odd number
+        has one more of the best; of equal images the first are taken as best and the last as worst.
+        """
+        size = len(advantages)
+        count = size if self.config.train_images_per_group is None else self.config.train_images_per_group
+        order = np.argsort(-advantages, kind="stable").tolist()
+        return sorted([*order[: count - count // 2], *order[size - count // 2 :]])
 
 
 def compute_advantages(

@@ -231,6 +231,8 @@ def _check_run(algorithm: Algorithm, run: Config) -> None:
         )
     if run.group_size == 1 and not differentiates_reward(algorithm):
         raise ValueError(f"{algorithm.name} compares the images of a group: group_size must be at least 2, got 1")
+    if (trained := run.algorithm.train_images_per_group) is not None and trained > run.group_size:
+        raise ValueError(f"algorithm.train_images_per_group={trained} is more than group_size={run.group_size}")
     if differentiates_reward(algorithm) and (after := run.data.curriculum.after) is not None:
         alike = f"data.curriculum.after={after} sets prompts aside whose images are alike"
         raise ValueError(f"{algorithm.name} does not compare images, and {alike}: leave it out")
@@ -285,6 +287,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
         ("global_std", "normalise", "combine", "permute_advantages"), tuple(n for n in BUILT_IN if n != "direct_align")
     ),
     "adv_clip_max": (*(name for name in BUILT_IN if name not in ("flow_dppo", "dpo", "direct_align")),),
+    "train_images_per_group": tuple(n for n in BUILT_IN if n not in ("dpo", "dgpo", "crd", "direct_align")),
     "adv_clip": ("awm", "vgrpo", "dgpo"),
     "beta": ("diffusion_nft", "dpo", "dgpo", "crd"),
     "advantage_mode": ("diffusion_nft",),

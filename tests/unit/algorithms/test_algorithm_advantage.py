@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.algorithms.advantage import compute_advantages, is_constant, permuted
+from async_flowrl.algorithms.advantage import GroupAdvantages, compute_advantages, is_constant, permuted
 from async_flowrl.config.schema import AlgorithmConfig
 
 GROUPS = [np.array([0.1, 0.5, 0.2]), np.array([3.0, 3.5, 2.0, 8.0])]
@@ -48,6 +48,19 @@ def test_whitening_leaves_a_group_of_equal_rewards_at_zero() -> None:
     groups = [np.full(8, 0.7), *drawn]
     constant, *others = compute_advantages({"r": groups, "s": groups}, AlgorithmConfig(combine="gdpo"))
     assert not constant.any() and np.std([constant, *others]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "trained"),
+    [(None, [0, 1, 2, 3, 4, 5]), (6, [0, 1, 2, 3, 4, 5]), (4, [1, 2, 3, 4]), (3, [1, 3, 4]), (2, [1, 4])],
+)
+def test_the_best_and_the_worst_images_of_a_group_train(count: int | None, trained: list[int]) -> None:
+    advantages = np.array([0.1, 2.0, -0.5, 0.4, -1.5, 0.1])
+    assert GroupAdvantages(AlgorithmConfig(train_images_per_group=count)).select(advantages) == trained
+
+
+def test_of_equal_images_the_first_and_the_last_train() -> None:
+    assert GroupAdvantages(AlgorithmConfig(train_images_per_group=3)).select(np.zeros(6)) == [0, 1, 5]
 
 
 def test_weighted_sum_and_per_reward() -> None:

@@ -160,6 +160,12 @@ def test_settings_that_a_comparison_would_ignore_or_break_are_refused(fields: di
         build(**fields)
 
 
+def test_no_more_images_of_a_group_train_than_it_has() -> None:
+    build_algorithm(Config(group_size=4, algorithm=AlgorithmConfig(train_images_per_group=4)))
+    with pytest.raises(ValueError, match=r"algorithm\.train_images_per_group=5.*group_size=4"):
+        build_algorithm(Config(group_size=4, algorithm=AlgorithmConfig(train_images_per_group=5)))
+
+
 def test_a_teacher_needs_steps_with_a_density() -> None:
     """The last noisy cps step has std 0.016, and a KL between such narrow Gaussians is extreme."""
     sigmas = torch.tensor([1.0, 0.5, 0.05, 0.0])
@@ -179,7 +185,7 @@ OTHER: dict[str, Any] = {
     "timestep_stratified": True, "adv_clip": "tanh", "error_weight": "ghuber", "average_decay": "half",
     "average_coef": 0.1, "reference_every": 5,
     "teachers": {"a": "a.safetensors"}, "teacher_coef": 0.5, "policy_coef": 0.0,
-    "anchor": "average", "reference_cfg_scale": 4.5,
+    "anchor": "average", "reference_cfg_scale": 4.5, "train_images_per_group": 2,
 }  # fmt: skip
 """Field → another value than its default."""
 
