@@ -168,7 +168,8 @@ def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int,
     how = replace(sampling_of(job.config), resolution=size)
     if prompt.negative is not None:
         how = replace(how, negative_prompt=prompt.negative)
-    latents = noise(job.config, policy, size, place, seed).to(pipeline.device, pipeline.transformer.dtype)
+    latents = policy.stock_latents(noise(job.config, policy, size, place, seed), size)
+    latents = latents.to(pipeline.device, pipeline.transformer.dtype)
     text, options = _conditioning(policy, prompt)
     options |= to_edit(prompt.images)
     return run_pipeline(pipeline, job.config.model, how, text, len(latents), latents=latents, **options)

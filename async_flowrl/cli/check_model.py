@@ -348,7 +348,7 @@ def _input(name: str, value: Any, network: Sequence[Inputs], relative: float) ->
             EMBEDDINGS, not lonely, 0.0, 0.0, f"only the {whose} gives {name} to the network: {CAUSES[EMBEDDINGS]}"
         )
     ours = mine[0]
-    candidates = [tensor for other in others for tensor in (other, *(row[None] for row in other)) if tensor.dim()]
+    candidates = [tensor for other in others for tensor in (*other, *(row[None] for row in other)) if tensor.dim()]
     fitting = [other for other in (*others, *candidates) if other.shape == ours.shape]
     nearest = min(fitting, key=lambda other: gap(ours, other)[0], default=others[0])
     row = row_of(EMBEDDINGS, [(ours, nearest)], relative=relative)
@@ -422,7 +422,8 @@ def record(job: Job) -> Stock:
     scheduler.step = watching
     try:
         with watched(pipeline.transformer) as network:
-            options = {"latents": job.start(), **to_edit(job.images)}
+            latents = job.policy.stock_latents(job.start(), job.sampling.resolution)
+            options = {"latents": latents, **to_edit(job.images)}
             stock.images = run_pipeline(pipeline, job.config, job.sampling, job.prompt, IMAGES, **options)
     finally:
         del scheduler.step

@@ -185,7 +185,7 @@ def arguments_of(
 
 
 def in_diffusers(arguments: Mapping[str, Any], seed: int = 0, *, edits: bool = False) -> str:
-    given = "prompt=PROMPT, image=IMAGES" if edits else "PROMPT"
+    given = f"prompt=PROMPT{', image=IMAGES' if edits else ''}"
     keywords, made = "".join(f", {name}={value!r}" for name, value in arguments.items()), "images"
     if "num_frames" in arguments:
         made = "frames"
@@ -211,7 +211,7 @@ def generate(
     """
     resolved = resolve_model(model)
     shapes_of(resolved, how.resolution)
-    check_images_of(load_family(resolved.family), Prompt(0, prompts[0], images=tuple(edited)))
+    check_images_of(load_family(resolved.family), Prompt(0, prompts[0], how.negative_prompt, images=tuple(edited)))
     pipeline = open_pipeline(model, how, "cuda" if torch.cuda.is_available() else "cpu")
     seeds, options = range(seed, seed + images), to_edit(edited)
 

@@ -22,6 +22,7 @@ PIPELINES = {
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
     "FluxKontextPipeline": "flux_kontext",
+    "Flux2KleinPipeline": "flux2_klein",
     "ZImagePipeline": "z_image",
     "SanaPipeline": "sana",
     "WanPipeline": "wan",

@@ -48,6 +48,10 @@ class Policy(ABC):
     def blocks(self) -> Sequence[nn.Module]:
         """The transformer's blocks in forward order: units of FSDP, torch.compile and gradient checkpointing."""
 
+    def stock_latents(self, latents: Tensor, resolution: Resolution) -> Tensor:
+        """Returns initial latents in the shape in which the stock pipeline takes them as its argument `latents`."""
+        return latents
+
     @property
     def experts(self) -> Sequence[str]:
         """Names of the parts of the transformer, all alike, of which a noise level uses one; () if it uses all of it.

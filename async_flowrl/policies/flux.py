@@ -138,10 +138,8 @@ def tiny_pipeline(config: TinyConfig, stock: str = "FluxPipeline", **vae: Any) -
 
     clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
     transformer = diffusers.FluxTransformer2DModel(
-        num_layers=config.layers,
+        **tiny.blocks(config),
         num_single_layers=config.layers,
-        attention_head_dim=16,
-        num_attention_heads=config.heads,
         joint_attention_dim=tiny.T5_DIM,
         pooled_projection_dim=tiny.CLIP_DIM,
         guidance_embeds=True,

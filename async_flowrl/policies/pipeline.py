@@ -136,6 +136,8 @@ class PipelinePolicy(Policy):
     pads_texts: ClassVar[bool] = False
     # Fewest and most images that a prompt brings to be edited.
     images: ClassVar[tuple[int, float]] = (0, 0)
+    # False: guidance leads away from the empty text, and from no other.
+    takes_negative: ClassVar[bool] = True
     # Marks of images and videos in the text encoder's template, which texts must not have.
     marks: ClassVar[tuple[str, ...]] = ()
     # Largest `max_sequence_length` of the diffusers pipeline; None if it takes any.
@@ -220,9 +222,11 @@ class PipelinePolicy(Policy):
             raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images, data.images)")
 
     @classmethod
-    def check_marks(cls, *texts: str | None) -> None:
-        """Raises ValueError for a text with one of `marks`."""
-        for text in filter(None, texts):
+    def check_marks(cls, *texts: str | None, negative: str | None = None) -> None:
+        """Raises ValueError for a text with one of `marks`, and for a negative prompt that is not used."""
+        if not cls.takes_negative and negative and negative.strip():
+            raise ValueError(f"{cls.title} takes no negative prompt, nor does its stock pipeline: {negative!r:.80}")
+        for text in filter(None, (*texts, negative)):
             if found := [mark for mark in cls.marks if mark in text]:
                 raise ValueError(
                     f"{cls.title} puts {found[0]} in the place of images, no text may have it: {text!r:.80}"

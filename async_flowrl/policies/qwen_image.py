@@ -135,20 +135,16 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         patch_size=2,
         in_channels=64,
         out_channels=16,
-        num_layers=config.layers,
-        attention_head_dim=16,
-        num_attention_heads=config.heads,
+        **tiny.blocks(config),
         joint_attention_dim=tiny.TEXT_DIM,
         axes_dims_rope=(4, 6, 6),
     )
     vae = diffusers.AutoencoderKLQwenImage(
         base_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
-    with torch.no_grad():
-        vae.decoder.conv_out.weight.mul_(config.contrast)
     return diffusers.QwenImagePipeline(
         scheduler=tiny.qwen_image_scheduler(),
-        vae=vae.eval(),
+        vae=tiny.contrasted(vae, config.contrast),
         text_encoder=tiny_text_encoder(tokenizer).eval(),
         tokenizer=tokenizer,
         transformer=transformer.eval(),

@@ -296,21 +296,18 @@ def tiny_pipeline(config: TinyConfig) -> Any:
 
     images_and_texts = tiny_processor()
     transformer = diffusers.QwenImage21Transformer2DModel(
-        num_layers=config.layers,
-        attention_head_dim=16,
-        num_attention_heads=config.heads,
+        **tiny.blocks(config),
         context_in_dim=tiny.TEXT_DIM,
         axes_dims_rope=(4, 4, 8),
     )
     vae = diffusers.AutoencoderKLQwenImage21(base_dim=4, decoder_base_dim=4, dim_mult=[1] * 5, num_res_blocks=1)
     with torch.no_grad():
-        vae.decoder.conv_out.weight.mul_(config.contrast)
         # The gates of random blocks are nearly shut, and the image passes by them.
         transformer.modulation[1].weight.mul_(4)
         transformer.img_in.weight.mul_(0.25)
     return diffusers.QwenImage21Pipeline(
         scheduler=tiny.qwen_image_scheduler(),
-        vae=vae.eval(),
+        vae=tiny.contrasted(vae, config.contrast),
         text_encoder=tiny_text_encoder(images_and_texts.tokenizer).eval(),
         processor=images_and_texts,
         transformer=transformer.eval(),

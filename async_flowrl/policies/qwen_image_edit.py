@@ -152,9 +152,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
 
     tokenizer = tiny_tokenizer(diffusers.QwenImageEditPlusPipeline(*[None] * 6))
     transformer = diffusers.QwenImageTransformer2DModel(
-        num_layers=config.layers,
-        attention_head_dim=16,
-        num_attention_heads=config.heads,
+        **tiny.blocks(config),
         joint_attention_dim=tiny.TEXT_DIM,
         axes_dims_rope=(4, 4, 8),
         zero_cond_t=True,
@@ -163,11 +161,9 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     vae = diffusers.AutoencoderKLQwenImage(
         base_dim=4, z_dim=16, dim_mult=[1] * 5, num_res_blocks=0, temperal_downsample=[False] * 4
     )
-    with torch.no_grad():
-        vae.decoder.conv_out.weight.mul_(config.contrast)
     return diffusers.QwenImageEditPlusPipeline(
         scheduler=tiny.qwen_image_scheduler(),
-        vae=vae.eval(),
+        vae=tiny.contrasted(vae, config.contrast),
         text_encoder=tiny_text_encoder(tokenizer).eval(),
         tokenizer=tokenizer,
         processor=processor(Qwen2VLProcessor, Qwen2VLImageProcessorPil(), tokenizer),

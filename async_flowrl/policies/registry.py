@@ -52,6 +52,7 @@ FAMILIES = {
     "sd3": "async_flowrl.policies.sd3:SD3Family",
     "flux": "async_flowrl.policies.flux:FluxFamily",
     "flux_kontext": "async_flowrl.policies.flux_kontext:FluxKontextFamily",
+    "flux2_klein": "async_flowrl.policies.flux2_klein:Flux2KleinFamily",
     "z_image": "async_flowrl.policies.z_image:ZImageFamily",
     "sana": "async_flowrl.policies.sana:SanaFamily",
     "wan": "async_flowrl.policies.wan:WanFamily",
@@ -241,7 +242,7 @@ def check_images_of(family: PolicyFamily, prompt: Prompt) -> None:
     """
     if isinstance(family, PipelineFamily):
         family.policy.check_images(len(prompt.images))
-        family.policy.check_marks(prompt.text, prompt.negative, prompt.system)
+        family.policy.check_marks(prompt.text, prompt.system, negative=prompt.negative)
     elif prompt.images:
         raise ValueError(f"{type(family).__name__} is no PipelineFamily, which alone edits images")
 

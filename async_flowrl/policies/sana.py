@@ -92,9 +92,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     transformer = SanaTransformer2DModel(
         in_channels=16,
         out_channels=16,
-        num_attention_heads=config.heads,
-        attention_head_dim=16,
-        num_layers=config.layers,
+        **tiny.blocks(config),
         num_cross_attention_heads=config.heads,
         cross_attention_head_dim=16,
         cross_attention_dim=16 * config.heads,

@@ -89,9 +89,7 @@ def tiny_pipeline(config: TinyConfig) -> Any:
     clip, t5 = tiny.clip_tokenizer(), tiny.t5_tokenizer()
     transformer = SD3Transformer2DModel(
         sample_size=4,
-        num_layers=config.layers,
-        attention_head_dim=16,
-        num_attention_heads=config.heads,
+        **tiny.blocks(config),
         joint_attention_dim=tiny.T5_DIM,
         caption_projection_dim=16 * config.heads,
         pooled_projection_dim=2 * tiny.CLIP_DIM,

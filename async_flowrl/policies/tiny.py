@@ -18,16 +18,14 @@ from typing import Any
 
 from async_flowrl.config.check import check_fields
 from async_flowrl.config.error_text import unknown_name
+from async_flowrl.config.models import PIPELINES
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.paths import cache_dir
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.seeds import untouched_rng
 
 # Values of `model.tiny.family`, each a module beside this one.
-TINY = (
-    *("qwen_image", "qwen_image_21", "qwen_image_edit", "sd3", "flux", "flux_kontext"),
-    *("z_image", "sana", "wan", "wan_image"),
-)
+TINY = tuple(PIPELINES.values())
 # The tiny model of experiment=two_prompts, which keeps its bits; tests of families spread its norms themselves.
 _AS_FIRST_TRAINED = "qwen_image"
 # Part of the cache key; increase it when the built bytes change.
@@ -100,6 +98,17 @@ def spread_norms(pipeline: Any) -> None:
         for name, weight in (parameter for module in modules for parameter in module.named_parameters()):
             if name.endswith(("weight", "gamma")) and weight.numel() == len(weight):
                 weight.add_(torch.linspace(-0.5, 0.5, len(weight)).view_as(weight))
+
+
+def blocks(config: TinyConfig) -> dict[str, int]:
+    """Returns numbers and widths of a transformer's blocks."""
+    return {"num_layers": config.layers, "attention_head_dim": 16, "num_attention_heads": config.heads}
+
+
+def contrasted(vae: Any, contrast: float) -> Any:
+    """Returns the VAE, whose last layer gets `contrast` times its weights, for evaluation."""
+    vae.decoder.conv_out.weight.data.mul_(contrast)
+    return vae.eval()
 
 
 def clip_tokenizer() -> Any:
@@ -180,25 +189,26 @@ def t5_encoder(tokenizer: Any) -> Any:
 
 
 def image_vae(
-    contrast: float, *, scaling_factor: float, shift_factor: float, widths: Sequence[int] = (8, 8, 16, 16)
+    contrast: float,
+    *,
+    kind: str = "AutoencoderKL",
+    latent_channels: int = 16,
+    widths: Sequence[int] = (8, 8, 16, 16),
+    **options: Any,
 ) -> Any:
-    """Returns a VAE with 16 latent channels, as in SD3.5, FLUX.1 and Z-Image; each width but one halves the side."""
-    import torch
-    from diffusers import AutoencoderKL
+    """Returns a VAE like that of SD3.5, FLUX and Z-Image; each of the `widths` but one halves the side."""
+    import diffusers
 
-    vae = AutoencoderKL(
+    vae = getattr(diffusers, kind)(
         down_block_types=["DownEncoderBlock2D"] * len(widths),
         up_block_types=["UpDecoderBlock2D"] * len(widths),
         block_out_channels=list(widths),
         layers_per_block=1,
-        latent_channels=16,
+        latent_channels=latent_channels,
         norm_num_groups=4,
         sample_size=32,
-        scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
         use_quant_conv=False,
         use_post_quant_conv=False,
+        **options,
     )
-    with torch.no_grad():
-        vae.decoder.conv_out.weight.mul_(contrast)
-    return vae.eval()
+    return contrasted(vae, contrast)

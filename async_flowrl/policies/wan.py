@@ -132,22 +132,18 @@ def _tiny(config: TinyConfig, folders: Sequence[str], **options: Any) -> Any:
     text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes))
     networks = {
         folder: diffusers.WanTransformer3DModel(
-            num_attention_heads=config.heads,
-            attention_head_dim=16,
             text_dim=tiny.T5_DIM,
             freq_dim=32,
             ffn_dim=32 * config.heads,
-            num_layers=config.layers,
+            **tiny.blocks(config),
         ).eval()
         for folder in folders
     }
     vae = diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1)
-    with torch.no_grad():
-        vae.decoder.conv_out.weight.mul_(config.contrast)
     return diffusers.WanPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder.eval(),
-        vae=vae.eval(),
+        vae=tiny.contrasted(vae, config.contrast),
         # The settings of Wan-AI/Wan2.1-T2V-1.3B-Diffusers and Wan-AI/Wan2.2-T2V-A14B-Diffusers.
         scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0

@@ -87,21 +87,22 @@ class ZImageFamily(PipelineFamily):
     usual_steps = 8
 
     def framed(self, tokenizer: Any, text: str, limit: int) -> tuple[str, int, int]:
-        """The prompt stands in a chat template, whose tokens count."""
-        chat = [{"role": "user", "content": text}]
-        whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=True)
-        return whole, whole.index(text), limit
+        return in_chat(tokenizer, text, limit, thinking=True)
+
+
+def in_chat(tokenizer: Any, text: str, limit: int, *, thinking: bool) -> tuple[str, int, int]:
+    """Returns what `framed` does for a prompt in Qwen3's chat template, whose tokens count."""
+    chat, options = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}
+    whole = tokenizer.apply_chat_template(chat, enable_thinking=thinking, **options)
+    return whole, whole.index(text), limit
 
 
 def tiny_pipeline(config: TinyConfig) -> Any:
     """Returns a tiny Z-Image: a refiner block each for image and text, then the main layers."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-    from transformers import Qwen3Config, Qwen3Model
+    from transformers import Qwen3Model
 
-    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    tokenizer = tiny.byte_tokenizer(
-        additional_special_tokens=list(tiny.SPECIAL), chat_template=_TINY_TEMPLATE, **special
-    )
+    tokenizer = tiny_tokenizer()
     transformer = ZImageTransformer2DModel(
         dim=16 * config.heads,
         n_layers=config.layers,
@@ -112,14 +113,26 @@ def tiny_pipeline(config: TinyConfig) -> Any:
         axes_dims=[4, 4, 8],
         axes_lens=[256, 64, 64],
     )
-    sizes = {"hidden_size": tiny.TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
-    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     return ZImagePipeline(
         transformer=transformer.eval(),
         # The settings of Z-Image-Turbo.
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=tiny.image_vae(config.contrast, scaling_factor=0.3611, shift_factor=0.1159),
-        text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ids)).eval(),
+        text_encoder=tiny_text_encoder(Qwen3Model, tokenizer, 2),
         tokenizer=tokenizer,
     )
+
+
+def tiny_tokenizer() -> Any:
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return tiny.byte_tokenizer(additional_special_tokens=list(tiny.SPECIAL), chat_template=_TINY_TEMPLATE, **special)
+
+
+def tiny_text_encoder(kind: Any, tokenizer: Any, layers: int) -> Any:
+    """Returns a tiny Qwen3 of class `kind` (Qwen3Model or Qwen3ForCausalLM)."""
+    from transformers import Qwen3Config
+
+    sizes = {"hidden_size": tiny.TEXT_DIM, "intermediate_size": 64, "num_hidden_layers": layers, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    return kind(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads, **ids)).eval()

@@ -1,6 +1,6 @@
 """`prepare` checks a configuration completely, as far as this is possible without starting a process."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +36,7 @@ from async_flowrl.policies.registry import (
     resolve_model,
     shapes_of,
 )
-from async_flowrl.policies.stored import boundary_ratio
+from async_flowrl.policies.stored import boundary_ratio, json_file
 from async_flowrl.rewards.registry import (
     check_differentiable,
     check_groups,
@@ -199,7 +199,8 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, teachers)
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
     if isinstance(family, PipelineFamily):
-        family.policy.check_marks(config.rollout.negative_prompt)
+        family.policy.check_marks(negative=config.rollout.negative_prompt)
+        check_distilled(model, samplings)
     if isinstance(family, PipelineFamily) and boundary_ratio(model.path, model.revision) is not None:
         whole = True
         check_experts(config)
@@ -230,6 +231,16 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     check_teachers(config, policy, data.train if teachers else ())
     if config.in_shares:
         check_shares(policy, tuning.parameters(policy.transformer).values(), config.trainer.num_workers)
+
+
+def check_distilled(model: ResolvedModel, samplings: Sequence[Sampling]) -> None:
+    """Raises ValueError for guidance with a model whose stock pipeline would leave it out."""
+    guided = any(how.true_cfg_scale > 1 for how in samplings)
+    if guided and json_file(model.path, "model_index.json", model.revision).get("is_distilled"):
+        raise ValueError(
+            f"model.path {model.path} is distilled (is_distilled of model_index.json), so its stock pipeline has no "
+            "guidance: set rollout.true_cfg_scale=1, and evaluate.baseline_guidance=1 with evaluate.baseline"
+        )
 
 
 def check_experts(config: Config) -> None:

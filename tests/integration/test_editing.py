@@ -16,6 +16,7 @@ from tests.unit.data.prompt_files import rows
 
 # An image to edit is a thousand tokens, so a test makes few images in few steps.
 FEW = ["group_size=2", "trainer.micro_batch_size=2", "evaluate.images_per_prompt=2", "rollout.num_inference_steps=3"]
+FAMILIES = ("qwen_image_edit", "qwen_image_21", "flux_kontext", "flux2_klein")
 REWARD = "reward=jpeg_compressibility"
 
 
@@ -71,7 +72,7 @@ def test_a_run_and_its_commands(edits: list[str], tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny_qwen_image_edit", "tiny_qwen_image_21", "tiny_flux_kontext"])
+@pytest.mark.parametrize("model", [f"tiny_{name}" for name in FAMILIES])
 @pytest.mark.parametrize("tune", ["lora", "full"])
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
 def test_the_digest_is_one_in_every_mode(
@@ -82,6 +83,9 @@ def test_the_digest_is_one_in_every_mode(
     monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(320, 192), (192, 320)])
     if model == "tiny_flux_kontext":  # It takes one image.
         edits = [*edits, one_image_each(tmp_path), "rollout.guidance_scale=2.5"]
+    if model == "tiny_flux2_klein":  # It also makes images from text alone; negative prompts come both ways.
+        plain, two = {"prompt": "a red house"}, {"prompt": "both red", "images": ["a.png", "b.png"]}
+        edits = [*edits, f"data.train={rows(tmp_path / 'mixed.jsonl', plain, two)}", "rollout.true_cfg_scale=2.0"]
     settings = [*edits, f"model={model}", f"tune={tune}", "save.every=1", "rollout.tickets_per_batch=2"]
     whole = train(tmp_path / "whole", mode, *settings, "total_steps=3")
     shared = train(tmp_path / "shared", mode, *settings, "total_steps=3", "placement=shared")

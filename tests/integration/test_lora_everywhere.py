@@ -57,10 +57,10 @@ def output(policy: Policy) -> Tensor:
 
 
 REFUSED = {
-    *(("comfyui", family) for family in ("sana", "wan")),
-    *(("kohya", family) for family in ("sd3", "sana", "flux", "qwen_image_21", "wan")),
+    *(("comfyui", family) for family in ("sana", "wan", "flux2_klein")),
+    *(("kohya", family) for family in ("sd3", "sana", "flux", "qwen_image_21", "wan", "flux2_klein")),
 }
-"""diffusers has no converter for them; kohya's of FLUX.1 is for its own width only."""
+"""No converter is here, or in diffusers, for them; kohya's of FLUX.1 is for its own width only."""
 
 
 def through(family: str, pipeline: Any) -> Tensor:

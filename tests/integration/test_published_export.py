@@ -69,7 +69,7 @@ def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -
         "| `jpeg_compressibility` | held out | 2.25 | 3.75 | +1.5 ± 6.4 |",
         "async-flowrl train --config-name one_step_off total_steps=7 'reward.terms={color: {weight: 2.0}}' "
         "'name=${x}' '~save'\n",
-        "image = pipe(PROMPT",
+        "image = pipe(prompt=PROMPT",
         "async-flowrl verify RUN",
         "`abc123`",
         hashlib.sha256((out / FILE_NAME).read_bytes()).hexdigest(),

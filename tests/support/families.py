@@ -1,5 +1,6 @@
 """Tiny models of every family for tests: policies with an adapter that changes the output, and diffusers' pipelines."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -106,8 +107,25 @@ def called(pipeline: Any, count: int = 1, **arguments: Any) -> Any:
     """Returns what the stock pipeline makes of TEXT; of a model that makes videos, videos of one frame."""
     video = hasattr(pipeline, "video_processor")
     arguments |= {"num_videos_per_prompt": count, "num_frames": 1} if video else {"num_images_per_prompt": count}
-    made = pipeline(TEXT, return_dict=False, **arguments)[0]
+    if arguments["output_type"] == "latent":
+        return last_latents(pipeline, prompt=TEXT, **arguments)
+    made = pipeline(prompt=TEXT, return_dict=False, **arguments)[0]
     return [frames[0] for frames in made] if video and arguments["output_type"] == "pil" else made
+
+
+def last_latents(pipeline: Any, **arguments: Any) -> Tensor:
+    """Returns the latents after the last step; what some pipelines return as such is scaled for the VAE."""
+    step, last = pipeline.scheduler.step, []
+
+    @functools.wraps(step)
+    def watching(*given: Any, **options: Any) -> Any:
+        last[:] = step(*given, **options)
+        return tuple(last)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline.scheduler, "step", watching)
+        pipeline(return_dict=False, **arguments)
+    return last[0]
 
 
 def how(family: str, *, cfg: float = 1.0, **options: Any) -> Sampling:

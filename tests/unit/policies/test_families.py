@@ -56,7 +56,7 @@ def made(pipeline: Any, policy: Policy, sampling: Sampling, output: str = "laten
         height=32,
         width=32,
         num_inference_steps=6,
-        latents=latents(policy),
+        latents=policy.stock_latents(latents(policy), 32),
         output_type=output,
         **family_of(pipeline).guidance_arguments(sampling),
         **({} if length is None else {"max_sequence_length": length}),
@@ -76,10 +76,10 @@ def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
     finally:
         pipeline.unload_lora_weights()
     ours = denoised(policy, how(family, cfg=cfg))
-    assert (theirs - ours).abs().max() < 2e-5
+    assert (theirs - ours).abs().max() < 3e-5
     assert (untouched - ours).abs().max() > 0.05
     with reference_mode(policy.transformer):
-        assert (denoised(policy, how(family, cfg=cfg)) - untouched).abs().max() < 2e-5
+        assert (denoised(policy, how(family, cfg=cfg)) - untouched).abs().max() < 3e-5
 
 
 def test_images_are_the_pipelines(policy: Policy, pipeline: Any, family: str) -> None:
@@ -199,7 +199,7 @@ def test_the_network_sees_the_stock_pipelines_times(family: str, dtype: torch.dt
     texts = {} if length is None else {"max_sequence_length": length}
     options = family_of(pipeline).guidance_arguments(how(family)) | texts
     options |= {"use_resolution_binning": False} if family == "sana" else {}  # or it makes 1024 x 1024 pixels
-    pipeline(TEXT, height=32, width=32, num_inference_steps=25, output_type="latent", **options)
+    pipeline(prompt=TEXT, height=32, width=32, num_inference_steps=25, output_type="latent", **options)
     positive, _ = conditioning(policy)
     with torch.no_grad():
         for sigma in policy.sigmas(25, 32)[:-1]:

@@ -20,7 +20,7 @@ def test_the_schedule_falls_from_one_to_zero_and_sizes_that_do_not_fit_are_refus
     sigmas = policy.sigmas(10, side)
     assert sigmas.dtype == torch.float32 and len(sigmas) == 11
     assert sigmas[0] == 1 and sigmas[-1] == 0 and bool((sigmas.diff() < 0).all())
-    assert math.prod(policy.latent_shape(side)) == side**2 // 4
+    assert math.prod(policy.latent_shape(side)) == side**2 // (2 if family == "flux2_klein" else 4)
     with pytest.raises(ValueError, match=r"multiple of (16|32), got 40, nearest: 32"):
         policy.latent_shape(40)
     positive, _ = conditioning(policy)

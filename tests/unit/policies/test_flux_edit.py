@@ -1,35 +1,53 @@
-"""Tests of FLUX.1-Kontext against diffusers' own pipeline, on the tiny model, and of what a trainer replays."""
+"""Tests of FLUX.1-Kontext and FLUX.2-klein against diffusers' own pipelines, on tiny models, and of their replay."""
 
 import itertools
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.flux2 import pipeline_flux2_klein
 from PIL import Image
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
 from async_flowrl.cli.generate import arguments_of, to_edit
+from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.data.condition_images import examined
+from async_flowrl.policies.flux2_klein import Flux2KleinPolicy
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
-from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.registry import (
+    LengthCheck,
+    check_images_of,
+    load_family,
+    load_policy,
+    resolve_model,
+    shapes_of,
+)
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from async_flowrl.run.precheck import precheck
+from async_flowrl.run.prepare import prepare
 from async_flowrl.types import Prompt
-from tests.support.families import how, model_config, pipeline_of, policy_of
+from tests.support.families import how, last_latents, model_config, pipeline_of, policy_of
 from tests.support.tiny import randomise, request, save_lora, tensors
 from tests.unit.rollout.trajectories import replay
 
 TEXT, NEGATIVE, STEPS = "make the house blue", "grey", 3
-FAMILY = "flux_kontext"
-SIDES = [(200, 300), (128, 96)]
-SIZES = [(64, 32), (32, 96)]
-CASES = list(itertools.product(SIZES, (1.0, 4.0), (0, 1)))
-CHEAP = (SIZES[1], 4.0, 0)
+SIDES = [(90, 150), (128, 96)]
+CASES = [
+    *itertools.product(["flux_kontext"], [(64, 32), (32, 96)], (1.0, 4.0), ((0,), (1,))),
+    *itertools.product(["flux2_klein"], [(48, 32), (32, 96)], (1.0, 4.0), ((), (0,), (0, 1))),
+]
+CHEAP = [("flux_kontext", (32, 96), 4.0, (0,)), ("flux2_klein", (48, 32), 4.0, (0, 1))]
 PUBLISHED = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
 
 
@@ -64,18 +82,23 @@ def encoded(policy: Any, prompt: Prompt) -> list[dict[str, Tensor]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    return policy_of(FAMILY)
+@pytest.fixture(scope="module", params=["flux_kontext", "flux2_klein"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def stock() -> Any:
-    return pipeline_of(FAMILY)
+def policy(family: str) -> Any:
+    return policy_of(family)
 
 
-def arguments(stock: Any, sampling: Any, prompt: Prompt) -> dict[str, Any]:
-    given = arguments_of(stock, model_config(FAMILY), sampling)
+@pytest.fixture(scope="module")
+def stock(family: str) -> Any:
+    return pipeline_of(family)
+
+
+def arguments(stock: Any, family: str, sampling: Any, prompt: Prompt) -> dict[str, Any]:
+    given = arguments_of(stock, model_config(family), sampling)
     return {**given, "prompt": TEXT, **to_edit(prompt.images)}
 
 
@@ -90,31 +113,34 @@ def sampled(policy: Any, start: Tensor, branches: Any, sampling: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("size", "cfg", "which"),
-    [case if case == CHEAP else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ("family", "size", "cfg", "which"),
+    [case if case in CHEAP else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    indirect=["family"],
 )
 def test_edits_are_the_stock_pipelines(
-    size: tuple[int, int], cfg: float, which: int, policy: Any, stock: Any, images: list[Any]
+    family: str, size: tuple[int, int], cfg: float, which: tuple[int, ...], policy: Any, stock: Any, images: list[Any]
 ) -> None:
     """Latents and pixels; also with another image, which changes them."""
     start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
-    sampling = replace(how(FAMILY, cfg=cfg, steps=STEPS), resolution=size, negative_prompt=NEGATIVE)
-    prompt = prompt_of(images[which])
-    asked = {**arguments(stock, sampling, prompt), "num_images_per_prompt": 2, "return_dict": False}
-    (theirs,) = stock(latents=start, output_type="latent", **asked)
+    sampling = replace(how(family, cfg=cfg, steps=STEPS), resolution=size, negative_prompt=NEGATIVE)
+    prompt = prompt_of(*(images[place] for place in which))
+    asked = {**arguments(stock, family, sampling, prompt), "num_images_per_prompt": 2}
+    given = policy.stock_latents(start, size)
+    theirs = last_latents(stock, latents=given, **asked)
     branches = encoded(policy, prompt)
     ours = sampled(policy, start, branches, sampling)
     assert (ours - theirs).abs().max() < 2e-5
-    (pictures,) = stock(latents=start, output_type="pil", **asked)
+    (pictures,) = stock(latents=given, return_dict=False, **asked)
     decoded = policy.decode(ours, size).numpy()
     assert np.abs(decoded.astype(int) - np.stack(list(map(np.asarray, pictures)))).max() <= 1 and decoded.std() > 10
-    black = branches[0] | {"image_0": torch.zeros_like(branches[0]["image_0"])}
-    assert (sampled(policy, start, (black, branches[1]), sampling) - ours).abs().max() > 1e-3
+    for place in range(len(which)):
+        black = branches[0] | {f"image_{place}": torch.zeros_like(branches[0][f"image_{place}"])}
+        assert (sampled(policy, start, (black, branches[1]), sampling) - ours).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
-def test_the_trainer_replays_an_edit(cfg: float, kind: str, policy: Any, images: list[Any]) -> None:
-    sampling = replace(how(FAMILY, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
+def test_the_trainer_replays_an_edit(cfg: float, kind: str, family: str, policy: Any, images: list[Any]) -> None:
+    sampling = replace(how(family, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
     wanted = request(3, how=sampling, prompt=prompt_of(images[1]), noise_steps=(0, 1))
     found = DiffusersEngine(policy).generate([wanted])[0].trajectory
     assert found is not None and (found.negative is None) == (cfg == 1)
@@ -125,8 +151,8 @@ def test_the_trainer_replays_an_edit(cfg: float, kind: str, policy: Any, images:
     assert replay(policy, found, sampling, negative, rows=1).abs().max() < 1e-6
 
 
-def test_prompts_with_images_of_different_sizes_share_a_batch(policy: Any, images: list[Any]) -> None:
-    sampling, pairs = how(FAMILY, cfg=3.0), [encoded(policy, prompt_of(image)) for image in images]
+def test_prompts_with_images_of_different_sizes_share_a_batch(family: str, policy: Any, images: list[Any]) -> None:
+    sampling, pairs = how(family, cfg=3.0), [encoded(policy, prompt_of(image)) for image in images]
     x = torch.randn(4, *policy.latent_shape(32), generator=torch.Generator().manual_seed(1))
     sigma = torch.tensor([0.9, 0.9, 0.2, 0.2])
     with torch.no_grad():
@@ -138,34 +164,38 @@ def test_prompts_with_images_of_different_sizes_share_a_batch(policy: Any, image
     assert (together - torch.cat(alone)).abs().max() < 1e-5
 
 
-def test_the_exported_adapter_edits_alike_in_the_stock_pipeline(stock: Any, images: list[Any], tmp_path: Any) -> None:
+def test_the_exported_adapter_edits_alike_in_the_stock_pipeline(
+    family: str, stock: Any, images: list[Any], tmp_path: Path
+) -> None:
     """Every layer of it has a gradient."""
-    policy: Any = policy_of(FAMILY)
+    policy: Any = policy_of(family)
     add_lora(policy.transformer, LoraConfig(rank=2, alpha=5.0), policy, seed=0)
     randomise(lora_parameters(policy.transformer))
     start = torch.randn(1, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
-    sampling, prompt = how(FAMILY, steps=STEPS), prompt_of(images[1])
+    sampling, prompt = how(family, steps=STEPS), prompt_of(images[1])
     branches = encoded(policy, prompt)
     policy.velocity(start, torch.tensor([0.5]), branches[0], None, sampling).square().sum().backward()
     layers = lora_parameters(policy.transformer)
     assert lora_modules(policy.transformer) and all(bool(p.grad.any()) for p in layers.values())
     save_lora(tmp_path, policy.transformer, alpha=5.0)
-    asked = {**arguments(stock, sampling, prompt), "output_type": "latent", "return_dict": False}
-    (base,) = stock(latents=start, **asked)
+    asked = {**arguments(stock, family, sampling, prompt), "latents": policy.stock_latents(start, 32)}
+    base = last_latents(stock, **asked)
     stock.load_lora_weights(tmp_path)
     try:
-        (theirs,) = stock(latents=start, **asked)
+        theirs = last_latents(stock, **asked)
     finally:
         stock.unload_lora_weights()
     assert (sampled(policy, start, branches, sampling) - theirs).abs().max() < 2e-5 < (base - theirs).abs().max()
 
 
-def test_processes_of_parts_and_random_weights_have_the_same_arrays(policy: Any, images: list[Any]) -> None:
+def test_processes_of_parts_and_random_weights_have_the_same_arrays(
+    family: str, policy: Any, images: list[Any]
+) -> None:
     prompt = prompt_of(images[1])
     (whole,) = policy.encode([prompt.wording])
-    (alone,) = policy_of(FAMILY, parts="text").encode([prompt.wording])
+    (alone,) = policy_of(family, parts="text").encode([prompt.wording])
     assert whole.keys() == alone.keys() and all(np.array_equal(whole[name], alone[name]) for name in whole)
-    model = resolve_model(replace(model_config(FAMILY), weights="random", dtype="float32"))
+    model = resolve_model(replace(model_config(family), weights="random", dtype="float32"))
     (drawn,) = load_policy(model, dtype="float32", device="cpu", parts="all").encode([prompt.wording])
     assert {name: array.shape[-1] for name, array in drawn.items()} == {n: a.shape[-1] for n, a in whole.items()}
     planned = shapes_of(model, 32, 1).conditioning
@@ -173,22 +203,88 @@ def test_processes_of_parts_and_random_weights_have_the_same_arrays(policy: Any,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux_kontext"], indirect=True)
 def test_image_sizes_are_those_of_the_stock_table(policy: Any, stock: Any, images: list[Any], monkeypatch: Any) -> None:
     """Which has a size of about 1024 × 1024 pixels for every shape; a token of the tiny model has 32 × 32."""
     monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", PUBLISHED)
     branches = [encoded(policy, prompt_of(image)) for image in images]
-    assert [tuple(pair[0]["image_0"].shape) for pair in branches] == [(26, 39, 64), (37, 27, 64)]
-    start, sampling = torch.zeros(1, *policy.latent_shape(32)), how(FAMILY, steps=STEPS)
-    given = arguments(stock, sampling, prompt_of(images[0]))
-    (theirs,) = stock(latents=start, output_type="latent", return_dict=False, **given)
+    assert [tuple(pair[0]["image_0"].shape) for pair in branches] == [(22, 45, 64), (37, 27, 64)]
+    start, sampling = torch.zeros(1, *policy.latent_shape(32)), how("flux_kontext", steps=STEPS)
+    given = arguments(stock, "flux_kontext", sampling, prompt_of(images[0]))
+    theirs = last_latents(stock, latents=policy.stock_latents(start, 32), **given)
     assert (sampled(policy, start, branches[0], sampling) - theirs).abs().max() < 2e-5
 
 
-def test_what_it_cannot_do_is_refused(policy: Any, images: list[Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux2_klein"], indirect=True)
+@pytest.mark.parametrize("size", [(2100, 700), (67, 500)])
+def test_larger_images_are_scaled_and_cut_as_by_the_stock_pipeline(
+    size: tuple[int, int], policy: Any, stock: Any, tmp_path: Path
+) -> None:
+    coarse = np.random.default_rng(0).integers(0, 255, (9, 7, 3), dtype=np.uint8)
+    Image.fromarray(coarse).resize(size[::-1]).save(tmp_path / "a.png")
+    prompt = prompt_of(examined(tmp_path / "a.png"))
+    branches = encoded(policy, prompt)
+    rows, columns = {2100: (110, 36), 67: (4, 31)}[size[0]]
+    assert branches[0]["image_0"].shape == (rows, columns, 128)
+    start, sampling = torch.zeros(1, *policy.latent_shape(32)), how("flux2_klein", steps=STEPS)
+    given = arguments(stock, "flux2_klein", sampling, prompt)
+    theirs = last_latents(stock, latents=policy.stock_latents(start, 32), **given)
+    assert (sampled(policy, start, branches, sampling) - theirs).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 1024, 4096, 4300, 4301, 16384])
+@pytest.mark.parametrize("steps", [4, 10, 50])
+def test_the_schedule_of_klein_depends_on_tokens_and_steps(steps: int, tokens: int) -> None:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
+    transformer: Any = SimpleNamespace(config=None)
+    policy = Flux2KleinPolicy(transformer, scheduler, side=16, dtype=torch.float32)
+    found = policy.sigmas(steps, (16, 16 * tokens))
+    mu = pipeline_flux2_klein.compute_empirical_mu(tokens, steps)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    assert torch.equal(found, scheduler.sigmas)
+
+
+@pytest.mark.parametrize("family", ["flux_kontext"], indirect=True)
+def test_kontext_takes_one_image(policy: Any, images: list[Any]) -> None:
     for wrong, said in (([], "needs at least 1 image"), (images, "takes at most 1 image")):
         with pytest.raises(ValueError, match=said):
             policy.encode([prompt_of(*wrong).wording])
-    check = LengthCheck(resolve_model(model_config(FAMILY)))
+
+
+def test_what_it_cannot_do_is_refused(family: str, images: list[Any]) -> None:
+    check = LengthCheck(resolve_model(model_config(family)))
     check(prompt_of(images[0]))
-    with pytest.raises(ValueError, match="16 px at least"):
-        check(prompt_of(replace(images[0], size=(15, 300))))
+    sizes, said = {
+        "flux_kontext": ([(15, 300)], "16 px at least"),
+        "flux2_klein": ([(63, 300), (1000, 120)], "64 px at least, one at most 8"),
+    }[family]
+    for size in sizes:
+        with pytest.raises(ValueError, match=said):
+            check(prompt_of(replace(images[0], size=size)))
+
+
+def test_klein_takes_no_negative_prompt(images: list[Any]) -> None:
+    """Neither of a row nor of the settings; a distilled one takes no guidance."""
+    klein = load_family("flux2_klein")
+    check_images_of(klein, Prompt(0, TEXT, negative=" ", images=tuple(images)))
+    with pytest.raises(ValueError, match="takes no negative prompt"):
+        check_images_of(klein, prompt_of())
+    with pytest.raises(ValueError, match="takes no negative prompt"):
+        prepared("model=tiny_flux2_klein", "rollout.negative_prompt=grey")
+
+
+def test_a_distilled_klein_has_no_guidance(tmp_path: Path) -> None:
+    model = resolve_model(model_config("flux2_klein"))
+    shutil.copytree(model.path, tmp_path / "distilled")
+    index = tmp_path / "distilled" / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "is_distilled": True}))
+    model_path = f"model.path={tmp_path / 'distilled'}"
+    prepared(model_path)
+    with pytest.raises(ValueError, match=r"set rollout\.true_cfg_scale=1"):
+        prepared(model_path, "rollout.true_cfg_scale=4")
+
+
+def prepared(*settings: str) -> None:
+    usual = ["reward=jpeg_compressibility", "data=two_prompts"]
+    prepare(precheck(compose_config("sync", [*usual, *settings])))

@@ -32,6 +32,7 @@ ADAPTED = {
     "stabilityai/stable-diffusion-3.5-large": (38 * 8 - 2, 1_468_928),
     "black-forest-labs/FLUX.1-dev": (19 * 12 + 38 * 3, 2_801_664),
     "black-forest-labs/FLUX.1-Kontext-dev": (19 * 12 + 38 * 3, 2_801_664),
+    "black-forest-labs/FLUX.2-klein-base-4B": (5 * 12 + 20 * 2, 1_505_280),
     "Tongyi-MAI/Z-Image-Turbo": (34 * 7, 2_480_640),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": (20 * 8, 716_800),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (30 * 8, 737_280),

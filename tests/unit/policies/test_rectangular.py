@@ -34,7 +34,7 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
             height=height,
             width=width,
             num_inference_steps=STEPS,
-            latents=start,
+            latents=policy.stock_latents(start, size),
             output_type="latent",
             **family_of(pipeline).guidance_arguments(sampling),
             **options,
@@ -54,4 +54,4 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
         if policy.latent_shape(size) == policy.latent_shape((width, height)):
             wrong = policy.velocity(start, sigmas[:1], positive, None, turned)
             assert (wrong - policy.velocity(start, sigmas[:1], positive, None, sampling)).abs().max() > 1e-3
-    assert len(shifts) == (len(SIZES) if family in ("qwen_image", "qwen_image_21", "flux") else 1)
+    assert len(shifts) == (len(SIZES) if family in ("qwen_image", "qwen_image_21", "flux", "flux2_klein") else 1)
