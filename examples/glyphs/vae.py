@@ -82,21 +82,35 @@ def initialise(vae: Any) -> None:
                     module.bias.zero_()
 
 
-def train_vae(vae: Any, steps: int, *, batch: int = 16, learning_rate: float = 6e-3, noise: float = 0.1) -> None:
+def drawn_words(rng: random.Random, count: int) -> Tensor:
+    """Returns drawings of random words of the pretraining, as `as_frames` does."""
+    return as_frames(draw_many(rng.choices(pretraining_words(), k=count), rng))
+
+
+def train_vae(
+    vae: Any,
+    steps: int,
+    *,
+    batch: int = 16,
+    learning_rate: float = 6e-3,
+    noise: float = 0.1,
+    draw: Callable[[random.Random, int], Tensor] = drawn_words,
+) -> None:
     """Trains the VAE in place for `steps` steps; the loss is the squared pixel error of the decoded image.
+
+    `draw` returns so many images, float32 [n, 3, 1, H, W] in -1..1.
 
     Gaussian noise of std `noise` is added to the latents before decoding, and the loss has a small KL divergence to the
     unit Gaussian. The posterior's variance is fixed to `noise`^2, so the divergence is half the squared mean plus a
     constant. A learnt variance would return to 1 in the first hundred steps, and the latents would carry nothing.
     """
     rng = random.Random(1)
-    words = pretraining_words()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
     vae.train()
     with single_frames():
         for step in range(steps):
-            x = as_frames(draw_many(rng.choices(words, k=batch), rng))
+            x = draw(rng, batch)
             mean = vae.encode(x).latent_dist.mean
             again = vae._decode(mean + noise * torch.randn_like(mean)).sample
             error = functional.mse_loss(again, x)
