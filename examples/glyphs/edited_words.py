@@ -2,6 +2,7 @@
 
 python -m examples.glyphs.edited_words                               # the prompt files of experiment=glyphs_edit
 python -m examples.glyphs.edited_words --permuted outputs/permuted   # those with another prompt's source in each row
+python -m examples.glyphs.edited_words --picture outputs/edit edited.png
 """
 
 import argparse
@@ -16,6 +17,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from async_flowrl.config.schema import DataConfig
+from async_flowrl.data.load import load_data
+from async_flowrl.image_file import opened
 from async_flowrl.rewards.image_statistics import EDIT_BOX, EditConsistency
 from async_flowrl.rewards.ocr import OCR
 from async_flowrl.types import ByteArray, Prompt
@@ -119,10 +123,26 @@ def write(path: Path, words: Sequence[str], copies: int, seed: int, *, permuted:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def draw_results(run: Path, out: Path, columns: int = 16) -> None:
+    """Draws sources, and below each one edit before and one after the training, from the images of a run."""
+    data = DataConfig(train="prompts/glyphs_edit_train.jsonl", evaluation="prompts/glyphs_edit_test.jsonl")
+    asked = load_data(data, needs_target=True).evaluation[:columns]
+    first, *_, last = sorted(path for path in (run / "images").glob("step_*") if path.is_dir())
+    rows = [[opened(row.images[0]) for row in asked]]
+    rows += [[Image.open(folder / f"{number:03d}_0.webp") for number in range(columns)] for folder in (first, last)]
+    grid = [[np.asarray(image.resize((64, 64), Image.Resampling.BOX)) for image in row] for row in rows]
+    Image.fromarray(np.concatenate([np.concatenate(row, axis=1) for row in grid])).save(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--permuted", type=Path, metavar="FOLDER", help="write files with permuted sources into it")
-    folder = parser.parse_args().permuted
+    parser.add_argument("--picture", type=Path, nargs=2, metavar=("RUN", "PNG"), help="draw what a run learned")
+    arguments = parser.parse_args()
+    if arguments.picture is not None:
+        draw_results(*arguments.picture)
+        return
+    folder = arguments.permuted
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     for name, words, seed in (("train", TRAIN, 21), ("test", TEST, 22)):
