@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from diffusers.pipelines.flux import pipeline_flux_kontext as kontext_rules
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as edit_rules
 
 from async_flowrl.cli.check_model import CAUSES, main
@@ -67,6 +68,7 @@ def test_a_shipped_family_is_its_stock_pipeline(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edit_rules, "VAE_IMAGE_SIZE", 256**2)  # Of an image to edit, in place of 1024²: a 16th.
+    monkeypatch.setattr(kontext_rules, "PREFERRED_KONTEXT_RESOLUTIONS", [(256, 256), (320, 192)])
     padded = [] if name in WHOLE_TEXTS else SHORT
     padded = ["--resolution", "5x32x48"] if name == "wan_image" else padded
     assert main(["tiny", "--tiny-family", EXPERTS.get(name, name), *padded]) == 0
