@@ -39,8 +39,8 @@ class GroupAdvantages:
     def select(self, advantages: FloatArray) -> list[int]:
         """Returns the images that train: all, or of `train_images_per_group` one half the best, one half the worst.
 
-        This is DanceGRPO's bestofn (arXiv 2505.07818) and the down-sampling of PODS (arXiv 2504.13818). An odd number
-        has one more of the best; of equal images the first are taken as best and the last as worst.
+        This is bestofn of DanceGRPO's code (arXiv 2505.07818). An odd number has one more of the best; of equal images
+        the first are taken as best and the last as worst.
         """
         size = len(advantages)
         count = size if self.config.train_images_per_group is None else self.config.train_images_per_group

@@ -162,6 +162,10 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
 
 def typed(values: DictConfig) -> Config:
     """Returns a composed configuration as the dataclass. Raises ConfigError for unknown keys and wrong types."""
+    if OmegaConf.get_type(values) is not Config:
+        raise ConfigError(
+            "a file of your own begins with a mode (`defaults: [one_step_off, _self_]`), this one has none"
+        )
     try:
         plain = _sections(values, lambda section: OmegaConf.to_container(section, resolve=True))
         if wrong := next(unknown_keys(plain, Config), None):
@@ -307,7 +311,7 @@ def explain(error: Exception) -> str:
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
         return f"{key} must be {expected}: {reason}"
-    if missing := re.search(r"missing mandatory value: (\w+)", text):
+    if missing := re.search(r"(?i)missing mandatory value: (\w+)", text):
         return f"{missing[1]} has no value: ??? stands for one that is still missing"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
     shown = "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=", "full_key:")))

@@ -265,7 +265,7 @@ class AlgorithmConfig:
     not with policy_coef=0."""
     train_images_per_group: int | None = setting(None, at_least=2)
     """Images of each group that train, half of them those with the highest advantages, half those with the lowest
-    (DanceGRPO's bestofn, PODS); advantages are those of the whole group. null = all."""
+    (DanceGRPO's bestofn); advantages are those of the whole group. null = all."""
     combine: str = setting("sum", choices=("sum", "per_reward", "gdpo"))
     """With several rewards: sum adds the weighted rewards, then normalises; per_reward normalises each, then adds them
     with their weights; gdpo then whitens the sums over the batch, which needs hand_over=batch."""

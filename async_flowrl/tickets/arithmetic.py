@@ -50,7 +50,7 @@ def check_batching(config: Config) -> None:
                 "dpo keeps both images of a pair in one micro-batch: trainer.micro_batch_size must be at least 2, "
                 f"got {trainer.micro_batch_size}"
             )
-    else:
+    elif config.algorithm.train_images_per_group is None:  # Otherwise the last part may be smaller.
         _divides("group_size", size, "trainer.micro_batch_size", trainer.micro_batch_size)
     _divides("prompts_per_step", config.prompts_per_step, "trainer.updates_per_batch", trainer.updates_per_batch)
     steps = trained_steps(config)

@@ -138,7 +138,8 @@ def trained(
     worker.load()
     worker.sender.stage(0, POLICY)
     worker.update.set_negatives(negatives)
-    plan = StepPlan(rows=config.prompts_per_step * config.group_size * trained_steps(config))
+    selected = worker.algorithm.select(np.arange(config.group_size, dtype=np.float64))
+    plan = StepPlan(rows=config.prompts_per_step * len(selected) * trained_steps(config))
     spans: list[Span] = []
     steps = iter(range(rounds + 2))
 

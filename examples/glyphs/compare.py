@@ -113,8 +113,7 @@ def main() -> None:
         raise SystemExit(f"compare: {arguments.results} has no results yet")
     for name, results in sections(found).items():
         show(results, name, arguments)
-    shown = [r for r in found if not (r.variant.startswith(FLOW_GRPO) or r.variant.endswith("permuted"))]
-    draw_frontier(shown, arguments.pictures / "glyphs_frontier.png")
+    draw_frontier([r for r in found if not r.variant.endswith("permuted")], arguments.pictures / "glyphs_frontier.png")
 
 
 def sections(found: Sequence[Result]) -> dict[str, list[Result]]:

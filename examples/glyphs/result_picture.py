@@ -82,8 +82,9 @@ def draw_frontier(results: Sequence[Result], out: Path) -> None:
     dots = {"before training": [BEFORE]}
     for result in results:
         if set(FRONTIER) <= set(result.final):
-            dots.setdefault(result.variant, []).append(tuple(result.final[key] for key in FRONTIER))
-    for marker, (name, found) in zip("poDs^v*X<>P", dots.items(), strict=False):
+            name = "flow_grpo" if result.variant.startswith(FLOW_GRPO) else result.variant
+            dots.setdefault(name, []).append(tuple(result.final[key] for key in FRONTIER))
+    for marker, (name, found) in zip("poDs^v*X<>Ph8dH"[: len(dots)], dots.items(), strict=True):
         variety, ocr, contrast = zip(*found, strict=True)
         shown = axes.scatter(variety, ocr, c=contrast, cmap="viridis", vmin=0.2, vmax=0.6, marker=marker, label=name)
     figure.colorbar(shown, label="contrast")

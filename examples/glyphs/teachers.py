@@ -1,6 +1,6 @@
 """Two teachers, one student: a LoRA that writes legibly and one that writes with contrast are merged by distillation.
 
-python -m examples.glyphs.teachers --seed 40
+python -m examples.glyphs.teachers --seed 1
 
 Words are asked for in two ways, and each has its teacher: `the word "CAT"` (trained on OCR) and `the word "CAT", in
 black on white` (trained on contrast). The student gets no reward: on its own images, it learns where the teacher of the
@@ -34,7 +34,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     train(folder, "ocr", arguments.seed, ("ocr",))
-    train(folder, "look", arguments.seed, ("look",), "reward=contrast", "total_steps=60")
+    train(folder, "look", arguments.seed, ("look",), "reward=contrast", steps=60)
     taught = ",".join(f"{label}: {folder / label / 'lora'}" for label in FORMS)
     alone = ("algorithm.teacher_coef=1", "algorithm.policy_coef=0")
     train(folder, "student", arguments.seed, tuple(FORMS), f"algorithm.teachers={{{taught}}}", *alone)
@@ -44,14 +44,16 @@ def main() -> None:
         print(f"| {name} | {legibility(written, TEST):.3f} | {contrast(drawn):.3f} |", flush=True)
 
 
-def train(folder: Path, name: str, seed: int, labels: tuple[str, ...], *more: str) -> None:
-    """Trains one LoRA in `folder / name` on the words in the forms of `labels`, unless it is there already."""
-    if (folder / name / "summary.json").is_file():
+def train(folder: Path, name: str, seed: int, labels: tuple[str, ...], *more: str, steps: int = 240) -> None:
+    """Trains one LoRA in `folder / name` on the words in the forms of `labels`, or what is missing of it."""
+    summary = folder / name / "summary.json"
+    if summary.is_file() and json.loads(summary.read_text(encoding="utf-8"))["steps"] == steps:
         return
     rows = [{"prompt": FORMS[label].format(prompt(word)), "teacher": label} for word in TRAIN for label in labels]
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     given = ("experiment=glyphs", "runtime.backend=local", f"seed={seed}", f"data.train={data}", "evaluate.every=0")
+    given = (*given, f"total_steps={steps}")
     command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *given]
     subprocess.run([*command, f"output_dir={folder / name}", "resume=auto", *more], cwd=ROOT, check=True)
 

@@ -43,7 +43,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["reward=ocr #1"], "reward 'ocr'"),
     (["name=${x"], "name"),
     (["name=${x}"], "name"),
-    (["name=???"], "name"),
+    (["name=???"], "name ???"),
     (["~algorithm.clip_range"], "~algorithm.clip_range"),
     (["total_steps"], "total_steps"),
     (["=3"], "=3 key=value"),
@@ -254,6 +254,8 @@ def test_unknown_key_and_wrong_type_in_a_file(
         message = refuse(arguments, capsys, monkeypatch)
         assert told in message
         assert len(message.splitlines()) == 1
+    (folder / "mine.yaml").write_text("name: mine\ntotal_steps: 3\n")
+    assert "defaults" in refuse(["--config-dir", str(folder), "--config-name", "mine"], capsys, monkeypatch)
     assert not (tmp_path / "run").exists()
 
 

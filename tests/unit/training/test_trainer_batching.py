@@ -30,6 +30,15 @@ def test_a_pair_stays_in_one_micro_batch() -> None:
         check_batching(config)
 
 
+def test_the_last_part_may_be_smaller_where_not_all_images_of_a_group_train() -> None:
+    config = rig.tiny_config(micro_batch_size=3)
+    assert config.group_size == 4
+    with pytest.raises(ValueError, match=r"trainer\.micro_batch_size"):
+        check_batching(config)
+    config.algorithm.train_images_per_group = 4
+    check_batching(config)
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from async_flowrl.config.schema import Config
+from async_flowrl.algorithms.advantage import GroupAdvantages
+from async_flowrl.config.schema import AlgorithmConfig, Config
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.messages import StepPlan, TrainRequest
+from async_flowrl.training.parts import cut
 from tests.support import trainer_rig as rig
 from tests.support.tiny import tensors
 
@@ -72,6 +74,21 @@ def test_hand_over_groupings_give_the_same_bits(handed: list[list[rig.Handed]]) 
         rig.update(reversed_order, step, batch[::-1])
     assert one.parameters.fingerprint() == other.parameters.fingerprint() == cut.parameters.fingerprint()
     assert one.parameters.fingerprint() == reversed_order.parameters.fingerprint(), "integers are added in any order"
+
+
+def test_images_that_are_not_selected_do_not_train(handed: list[list[rig.Handed]]) -> None:
+    """The gradient is that of a group in which the others have an advantage of 0, over fewer rows."""
+    meta, tickets = handed[0][0]
+    kept = GroupAdvantages(AlgorithmConfig(train_images_per_group=2)).select(np.asarray(meta.advantages))
+    advantages = tuple(value if i in kept else 0.0 for i, value in enumerate(meta.advantages))
+    gradients = []
+    for shown in (replace(meta, parts=cut(kept, 2)), replace(meta, advantages=advantages)):
+        worker = rig.trainer(rig.tiny_config())
+        worker.update.begin(0, StepPlan(rows=rig.rows([(shown, tickets)])))
+        worker.update.accumulate([shown], *tickets)
+        gradients.append(rig.gradient(worker) * len(shown.selected))
+    assert gradients[0].norm() > 0
+    assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
 
 
 def in_two_tickets(group: rig.Handed) -> rig.Handed:
