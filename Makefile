@@ -21,9 +21,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet $(PIP_OPTIONS) --editable ".[dev]"
 	touch $@
 
-# Words become legible: a small Qwen-Image that writes badly, a quarter of the full recipe of docs/glyphs.md.
+# Words become legible: a small Qwen-Image that writes badly, a quarter of the recipe of docs/glyphs.md, "Legible and vivid".
 demo: setup
-	$(RUN) -m async_flowrl.main --config-name one_step_off experiment=glyphs total_steps=60 name=demo
+	$(RUN) -m async_flowrl.main --config-name one_step_off experiment=glyphs_vivid total_steps=60 name=demo
 
 # What Python and pytest compile is kept: a test run starts some hundred processes, each of which would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE

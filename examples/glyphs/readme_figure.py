@@ -2,7 +2,7 @@
 
 python -m examples.glyphs.readme_figure
 
-It needs three runs of examples.glyphs.compare with seed 0 and trains those that are missing: `sync` with one core per
+It needs three runs of experiment=glyphs_vivid with seed 0 and trains those that are missing: `sync` with one core per
 pool, `sync` with both cores in each phase (a fair comparison, because otherwise one core is idle while its pool waits),
 and `one_step_off` with one core per pool. Nothing else should run on the machine.
 """
@@ -28,7 +28,7 @@ from async_flowrl.observability.intervals import intersect, union
 from async_flowrl.observability.timeline import Track, tracks
 from async_flowrl.types import ByteArray
 from examples.glyphs.audit import open_model, trained_images
-from examples.glyphs.compare import ROOT, VARIANTS, train
+from examples.glyphs.compare import ROOT, Variant, train
 from examples.glyphs.learning_curves import Curve, read, smooth
 from examples.glyphs.result_picture import COLOURS, GOAL
 from examples.glyphs.words import SIDE, TEST
@@ -39,7 +39,12 @@ CASES = {
     "sync_all_cores": "sync, both cores in each phase",
     "one_step_off": "one_step_off, a core per pool",
 }
-"""Variant to its label in the picture and the table."""
+"""Run to its label in the picture and the table."""
+RUNS = {
+    "sync": Variant("sync", experiment="glyphs_vivid"),
+    "sync_all_cores": Variant("sync", ("rollout.threads=2", "trainer.threads=2"), experiment="glyphs_vivid"),
+    "one_step_off": Variant("one_step_off", experiment="glyphs_vivid"),
+}
 WORK = {"rollout": "#2b6cb0", "trainer": "#3b4252"}
 WAITING = "#e03131"
 WINDOW = 12.0
@@ -62,19 +67,19 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_compare"), help="where the runs lie or go")
+    parser.add_argument("--runs", type=Path, default=Path("outputs/glyphs_picture"), help="where the runs lie or go")
     parser.add_argument("--out", type=Path, default=PICTURE)
     given = parser.parse_args(arguments)
-    runs = {variant: run_of(variant, given.runs / f"{variant}_seed0") for variant in CASES}
+    runs = {name: run_of(name, given.runs / name) for name in RUNS}
     draw(runs, given.out)
     print(table(runs))
     print(f"wrote {given.out}")
 
 
-def run_of(variant: str, folder: Path) -> Run:
+def run_of(name: str, folder: Path) -> Run:
     """Reads the run in `folder`; trains it first if there is no summary.json."""
     if not (folder / "summary.json").exists():
-        train(VARIANTS[variant], 0, folder, steps=None)
+        train(RUNS[name], 0, folder, steps=None)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return Run(folder, summary, read(folder), list(read_events(folder / "events.jsonl")))
 
