@@ -25,8 +25,8 @@ from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import estimate
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.base import Policy
-from async_flowrl.policies.pipeline import with_euler_steps
-from async_flowrl.policies.registry import check_images_of, family_of, load_family, resolve_model, shapes_of
+from async_flowrl.policies.pipeline import IMAGE, with_euler_steps
+from async_flowrl.policies.registry import PromptCheck, family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
 from async_flowrl.rewards.registry import build_reward
@@ -74,9 +74,9 @@ def check_sizes(job: Job) -> None:
     Also for images that it cannot edit, and for a prompt without one that it needs.
     """
     model = resolve_model(job.config.model)
-    family = load_family(model.family)
+    check = PromptCheck(model, targets=False)
     for prompt in job.prompts:
-        check_images_of(family, prompt)
+        check(prompt)
     places = {job.resolution(place): place for place in reversed(range(len(job.prompts)))}
     for size, place in reversed(places.items()):
         try:
@@ -194,7 +194,7 @@ def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str,
         return prompt.text, options
     (encoded,) = policy.encode([prompt.wording], system=prompt.system)
     # The stock pipeline encodes images itself.
-    texts = {name: value for name, value in encoded.items() if not name.startswith("image_")}
+    texts = {name: value for name, value in encoded.items() if not name.startswith(IMAGE.format(""))}
     return None, options | {name: torch.from_numpy(value)[None].to(like) for name, value in texts.items()}
 
 

@@ -36,7 +36,7 @@ from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_st
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.pipeline import with_euler_steps
 from async_flowrl.policies.pipeline_family import PipelineFamily
-from async_flowrl.policies.registry import DTYPES, ResolvedModel, check_images_of, load_family, resolve_model
+from async_flowrl.policies.registry import DTYPES, PromptCheck, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.rollout.text_encoder import encode_one
 from async_flowrl.seeds import derive, generator
@@ -181,7 +181,7 @@ def settings_of(options: argparse.Namespace) -> tuple[ModelConfig, Sampling]:
         tiny=TinyConfig(family=absolute(options.tiny_family)),
         max_sequence_length=options.max_sequence_length,
     )
-    cfg, embedded = load_family(resolve_model(model).family).usual_guidance
+    cfg, embedded = resolve_model(model).usual_guidance
     if options.guidance is not None:
         cfg, embedded = (cfg, options.guidance) if embedded > 0 else (options.guidance, embedded)
     resolution = resolution_option(options.resolution or ("32" if options.model == "tiny" else "512"))
@@ -210,7 +210,7 @@ def job_of(
         raise ValueError(f"diffusers has no {name}: there is no stock pipeline to compare {model.family} with")
     if isinstance(family, PipelineFamily) and family.policy.images[0] and not images:
         images = (drawn_image(),)
-    check_images_of(family, Prompt(0, prompt, images=images))
+    PromptCheck(model, targets=False)(Prompt(0, prompt, images=images))
     if not hasattr(family, "around"):
         raise ValueError(f"{model.family} has no around(pipeline, dtype, max_sequence_length), which tools compare")
     pipeline = open_pipeline(config, sampling, device)

@@ -19,7 +19,7 @@ from async_flowrl.data.load import divided, evaluation_rows, open_split
 from async_flowrl.data.prompts import COLUMNS, Keys
 from async_flowrl.data.store import MAX_KEPT_REFUSALS, Prompts, Scan, Weights, scan
 from async_flowrl.observability.terminal import refuse
-from async_flowrl.policies.registry import LengthCheck, check_images_of, load_family, resolve_model, shapes_of
+from async_flowrl.policies.registry import PromptCheck, resolve_model, shapes_of
 from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.types import EVALUATION, TRAIN, Prompt
 
@@ -50,12 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lengths = None
         if model is not None:
             targets = not options.reward or needs_target or checks[0] is not None
-            lengths, shapes = LengthCheck(model, targets=targets), functools.cache(partial(shapes_of, model))
-            checks += [
-                partial(check_images_of, load_family(model.family)),
-                lengths,
-                lambda prompt: prompt.resolution and shapes(prompt.resolution),
-            ]
+            lengths, shapes = PromptCheck(model, targets=targets), functools.cache(partial(shapes_of, model))
+            checks += [lengths, lambda prompt: prompt.resolution and shapes(prompt.resolution)]
         keys = Keys(options.prompt_key, options.weight_key, needs_target, not options.no_images)
         scanned, train, evaluation = look(options, keys, [check for check in checks if check is not None])
     except (ValueError, FileNotFoundError) as error:

@@ -33,7 +33,7 @@ from async_flowrl.policies.pipeline import over_white
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import (
     DTYPES,
-    check_images_of,
+    PromptCheck,
     family_of,
     load_family,
     load_pipeline,
@@ -89,7 +89,7 @@ def usual(model: str) -> Config:
     how = config.rollout
     if not is_toy(config.model.path):
         how.num_inference_steps = 28
-        how.true_cfg_scale, how.guidance_scale = load_family(resolve_model(config.model).family).usual_guidance
+        how.true_cfg_scale, how.guidance_scale = resolve_model(config.model).usual_guidance
     return config
 
 
@@ -113,8 +113,9 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def open_pipeline(model: ModelConfig, how: Sampling, device: str) -> Any:
-    """The stock pipeline of the model on `device`. ValueError for fewer denoising steps than its schedule has."""
+    """The stock pipeline of the model on `device`. ValueError for too few steps, and for guidance that it ignores."""
     resolved = resolve_model(model)
+    resolved.check_distilled({"the guidance scale": how.true_cfg_scale})
     if isinstance(family := load_family(resolved.family), PipelineFamily):
         family.policy.check_steps(how.num_inference_steps)
     pipeline = load_pipeline(resolved, dtype=resolved.dtype, device=device)
@@ -211,7 +212,9 @@ def generate(
     """
     resolved = resolve_model(model)
     shapes_of(resolved, how.resolution)
-    check_images_of(load_family(resolved.family), Prompt(0, prompts[0], how.negative_prompt, images=tuple(edited)))
+    check = PromptCheck(resolved, targets=False)
+    for text in prompts:
+        check(Prompt(0, text, how.negative_prompt, images=tuple(edited)))
     pipeline = open_pipeline(model, how, "cuda" if torch.cuda.is_available() else "cpu")
     seeds, options = range(seed, seed + images), to_edit(edited)
 

@@ -27,7 +27,7 @@ class FluxPolicy(PipelinePolicy):
     family = "flux"
     title = "FLUX.1"
     packs_tokens = pads_texts = True
-    most_tokens = 512
+    most_tokens: ClassVar[int | None] = 512
     # As in flow_grpo's FLUX scripts. `attn.to_q`, `to_k` and `to_v` also exist in the single-stream blocks.
     lora_targets: Sequence[str] = (*JOINT_ATTENTION, *_MLP)
     # First coordinate of the first edited image, and distance to that of the next; the noise is at 0.
@@ -115,16 +115,18 @@ class FluxFamily(PipelineFamily):
     # The defaults of FluxPipeline.__call__, diffusers 0.40.
     usual_guidance = 1.0, 3.5
     usual_steps = 28
-    # Of an image to edit, in the stock pipelines: least side in pixels, most times the shorter side in the longer.
-    least_side: ClassVar[int] = 16
+    # Of an image to edit, in the stock pipelines: least side in pixels, which is a token's at least; most times the
+    # shorter side in the longer.
+    least_side: ClassVar[int] = 0
     most_ratio: ClassVar[float] = math.inf
 
-    def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
+    def check_length(self, prompt: Prompt, tokenizer: Any | None, side: int) -> None:
+        least = max(self.least_side, side)
+        ratio = "" if math.isinf(self.most_ratio) else f", one at most {self.most_ratio:g} times the other"
         for short, long in (sorted(image.size) for image in prompt.images):
-            if short < self.least_side or long > self.most_ratio * short:
+            if short < least or long > self.most_ratio * short:
                 raise ValueError(
-                    f"{self.policy.title} edits images with sides of {self.least_side} px at least, one at most "
-                    f"{self.most_ratio} times the other, got {short} × {long}"
+                    f"{self.policy.title} edits images with sides of {least} px at least{ratio}, got {short} × {long}"
                 )
 
 

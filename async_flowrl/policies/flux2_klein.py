@@ -28,7 +28,7 @@ class Flux2KleinPolicy(flux.FluxPolicy):
 
     family, title, stock_guidance = "flux2_klein", "FLUX.2-klein", "guidance_scale"
     images, apart = (0, math.inf), 10
-    takes_negative = False
+    takes_negative, most_tokens = False, None
     # All linear layers of a block; those of the single-stream blocks are `to_qkv_mlp_proj` and `to_out`.
     lora_targets: Sequence[str] = (
         *JOINT_ATTENTION,

@@ -48,7 +48,7 @@ def converter(form: str, family: str) -> Convert:
     """Returns the function that converts a LoRA of `family` to `form`. Raises ValueError if there is none."""
     if family not in FORMS[form]:
         families = ", ".join(sorted(FORMS[form]))
-        raise ValueError(f"--format {form} is there for {families}, as diffusers can read those back; got {family}")
+        raise ValueError(f"--format {form} is not written for {family}, only for {families}")
     return FORMS[form][family]
 
 

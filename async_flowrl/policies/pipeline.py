@@ -27,7 +27,7 @@ BYTES_PER_TOKEN = 3.0
 USUAL_TOKENS = 128
 # Name of an edited image's tokens [rows, columns, channels] among the arrays of a prompt.
 IMAGE = "image_{}"
-# Area in pixels at which the network gets an image to edit.
+# Area in pixels at which the network gets an image to edit; in Qwen-Image 2.1 its text encoder, too.
 IMAGE_AREA = 1024**2
 # Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do.
 _STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_channels")
@@ -225,7 +225,10 @@ class PipelinePolicy(Policy):
     def check_marks(cls, *texts: str | None, negative: str | None = None) -> None:
         """Raises ValueError for a text with one of `marks`, and for a negative prompt that is not used."""
         if not cls.takes_negative and negative and negative.strip():
-            raise ValueError(f"{cls.title} takes no negative prompt, nor does its stock pipeline: {negative!r:.80}")
+            raise ValueError(
+                f"{cls.title} takes no negative prompt, nor does its stock pipeline: leave out rollout.negative_prompt "
+                f"and the column negative_prompt, got {negative!r:.80}"
+            )
         for text in filter(None, (*texts, negative)):
             if found := [mark for mark in cls.marks if mark in text]:
                 raise ValueError(

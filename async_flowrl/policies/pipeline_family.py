@@ -165,20 +165,25 @@ class PipelineFamily(PolicyFamily):
         self, path: str, *, revision: str | None = None, max_sequence_length: int | None = None
     ) -> PipelinePolicy:
         """Returns a policy with neither network nor schedule, from the configurations of transformer and VAE."""
-        config, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
-        bare: Any = SimpleNamespace(config=SimpleNamespace(**config))
-        side, longest = self.policy.pixels_per_token(vae, config), max_sequence_length
+        bare: Any = SimpleNamespace(config=SimpleNamespace(**configuration(path, "transformer", revision)))
+        side, longest = self.token_side(path, revision), max_sequence_length
         return self.policy(bare, None, side=side, dtype=torch.float32, max_sequence_length=longest)
+
+    def token_side(self, path: str, revision: str | None = None) -> int:
+        """Returns the side in pixels of what a token covers, from the configurations of transformer and VAE."""
+        config, vae = (configuration(path, part, revision) for part in ("transformer", "vae"))
+        return self.policy.pixels_per_token(vae, config)
 
     def shapes(self, path: str, resolution: Resolution, *, images: int = 0, **options: Any) -> Shapes:
         policy = self.described(path, **options)
         policy.planned_images = max(images, policy.images[0])
         return policy.shapes(resolution)
 
-    def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
+    def check_length(self, prompt: Prompt, tokenizer: Any | None, side: int) -> None:
         """Raises ValueError for a prompt with more tokens of text and images than the network has positions for.
 
-        Without a tokenizer, tokens of the text are estimated.
+        Also for images of sizes that it cannot edit; `side` is that of a token in pixels. Without a tokenizer, tokens
+        of the text are estimated.
         """
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import tiny
-from async_flowrl.policies.pipeline import IMAGE, PipelinePolicy, estimated_tokens, on_host
+from async_flowrl.policies.pipeline import IMAGE, IMAGE_AREA, PipelinePolicy, estimated_tokens, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.qwen_image_edit import IMAGE_MARK, VIDEO_MARK, processor
 from async_flowrl.types import Conditioning, Prompt, Sampling
@@ -24,8 +24,6 @@ _POSITIONS, _BELOW_ZERO = 8192, 1024
 _SLOT = 4  # Latents of an image that one place of `img_mask` stands for.
 _PROCESSOR = "processor"
 _VISION = ("<|vision_start|>", "<|vision_end|>", IMAGE_MARK, VIDEO_MARK)
-# Area of an image to edit for text encoder and VAE: the default of QwenImage21Pipeline's `output_resolution`, squared.
-CONDITION_AREA = 1024**2
 # Name among the arrays of a prompt: the text before an image [L, D].
 _BEFORE = "before_{}"
 _TEXT_TOKENS_PER_IMAGE = 16  # More than there are in the template around an image.
@@ -98,11 +96,10 @@ class QwenImage21Policy(PipelinePolicy):
         return self._encoded_image(image).permute(0, 2, 3, 1)
 
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
-        width, side = self._config.context_in_dim, math.isqrt(CONDITION_AREA) // self._side
+        width = self._config.context_in_dim
         shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (self.planned_tokens, width)}
-        for place in range(self.planned_images):
-            shapes[_BEFORE.format(place)] = _TEXT_TOKENS_PER_IMAGE, width
-            shapes[IMAGE.format(place)] = side, side, self._config.in_channels
+        for place, (name, image) in enumerate(self.image_shapes().items()):
+            shapes |= {_BEFORE.format(place): (_TEXT_TOKENS_PER_IMAGE, width), name: image}
         return shapes
 
     def in_two_passes(self, device: torch.device) -> bool:
@@ -201,13 +198,13 @@ def condition_size(height: int, width: int) -> tuple[int, int]:
     """Returns height and width at which an image is edited, by the stock pipeline's rule."""
     from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21 as stock
 
-    columns, rows, _ = stock.calculate_dimensions(CONDITION_AREA, width / height)
+    columns, rows, _ = stock.calculate_dimensions(IMAGE_AREA, width / height)
     return rows, columns
 
 
 def _positions_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
     # An image takes as many positions as its larger side has tokens.
-    return sum(max(shape[:2]) if name.startswith("image_") else shape[0] for name, shape in shapes.items())
+    return sum(max(shape[:2]) if name.startswith(IMAGE.format("")) else shape[0] for name, shape in shapes.items())
 
 
 def _check_positions(count: int) -> None:
@@ -262,7 +259,7 @@ class QwenImage21Family(PipelineFamily):
         )
         return {_PROCESSOR: processor(Qwen3VLProcessor, images, texts.tokenizer, texts.chat_template)}
 
-    def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
+    def check_length(self, prompt: Prompt, tokenizer: Any | None, side: int) -> None:
         sides = (max(condition_size(*image.size)) // 16 for image in prompt.images)
         images = sum(sides) + _TEXT_TOKENS_PER_IMAGE * (len(prompt.images) + 1)
         for text in filter(None, (prompt.text, prompt.negative)):

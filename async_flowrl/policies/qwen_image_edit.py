@@ -122,7 +122,7 @@ class QwenImageEditFamily(PipelineFamily):
         parts = [kind.from_pretrained(path, subfolder=_PROCESSOR, revision=revision) for kind in kinds]
         return {_PROCESSOR: processor(Qwen2VLProcessor, *parts)}
 
-    def check_length(self, prompt: Prompt, tokenizer: Any | None) -> None:
+    def check_length(self, prompt: Prompt, tokenizer: Any | None, side: int) -> None:
         for text in filter(None, (prompt.text, prompt.negative)):
             # A token is a byte at least.
             if len(text.encode()) + _MOST_TEXT_TOKENS_PER_IMAGE * len(prompt.images) > _MOST_TOKENS - _TEMPLATE_TOKENS:

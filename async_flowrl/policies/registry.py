@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from async_flowrl.policies.stored import (
     Weights,
     file_states,
     indexed,
+    json_file,
     network_folders,
     weights_files,
 )
@@ -92,6 +93,27 @@ class ResolvedModel:
     def keeps_copy(self) -> bool:
         """Whether each node keeps what is quantised (`keep_copy`); drawn weights are quantised at each loading."""
         return bool(self.quantize or self.quantize_text_encoder) and not self.random
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the stock pipeline leaves out classifier-free guidance."""
+        stock = isinstance(load_family(self.family), PipelineFamily)
+        return stock and bool(json_file(self.path, "model_index.json", self.revision).get("is_distilled"))
+
+    @property
+    def usual_guidance(self) -> tuple[float, float]:
+        """(true_cfg_scale, guidance_scale) of the family, without classifier-free guidance for a distilled model."""
+        scale, embedded = load_family(self.family).usual_guidance
+        return 1.0 if self.is_distilled else scale, embedded
+
+    def check_distilled(self, scales: Mapping[str, float | None]) -> None:
+        """Raises ValueError for guidance of a distilled model; `scales` are its classifier-free scales by name."""
+        for name, scale in scales.items():
+            if scale is not None and scale > 1 and self.is_distilled:
+                raise ValueError(
+                    f"model.path {self.path} is distilled (is_distilled of model_index.json), so its stock pipeline "
+                    f"has no guidance: {name} must be 1, got {scale:g}"
+                )
 
 
 def resolve_model(config: ModelConfig) -> ResolvedModel:
@@ -411,23 +433,26 @@ def _remote(path: str, name: str, revision: str) -> Counter[str]:
     return _bits((tensor.dtype, tensor.shape) for tensor in header.tensors.values())
 
 
-class LengthCheck:
+class PromptCheck:
     """Check of prompts that counts in `cut` those of which the model's text encoder reads only a part."""
 
     def __init__(self, model: ResolvedModel, *, targets: bool = True) -> None:
         """`targets`: whether rewards look at targets, which then have to be in the part that is read."""
         family, self._targets = load_family(model.family), targets
+        self._check_images = partial(check_images_of, family)
         self._model, self._family = model, family if isinstance(family, PipelineFamily) else None
         self.cut = 0
 
     def __call__(self, prompt: Prompt) -> None:
         """Raises ValueError for a prompt whose target stands in its text, but only in the part that is not read.
 
-        Also for a prompt with images that the model cannot read as a whole.
+        Also as `check_images_of`, and for a prompt with images that the model cannot read as a whole.
         """
+        self._check_images(prompt)
         if prompt.images and self._family is not None:
             path, folder, revision = self._model.path, self._family.tokenizer, self._model.revision
-            self._family.check_length(prompt, None if self._model.random else _tokenizer(path, folder, revision))
+            tokenizer = None if self._model.random else _tokenizer(path, folder, revision)
+            self._family.check_length(prompt, tokenizer, self._token_side)
         if (read := self.read(prompt)) is None:
             return
         self.cut += 1
@@ -437,6 +462,10 @@ class LengthCheck:
                 f"characters, and its target {prompt.target!r} comes later; shorten the prompt, or raise "
                 "model.max_sequence_length"
             )
+
+    @cached_property
+    def _token_side(self) -> int:
+        return cast("PipelineFamily", self._family).token_side(self._model.path, self._model.revision)
 
     def read(self, prompt: Prompt) -> int | None:
         """Returns the number of the prompt's characters that are read; None if that is all of them, or not known."""

@@ -61,6 +61,11 @@ class WanImagePolicy(wan.WanPolicy):
             known["image_embeds"] = pipeline.encode_image(image, pipeline.image_encoder.device)
         return on_host(**known)
 
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Returns the VAE's latents [1, C, frames, h, w] of an image [1, 3, H, W] as a video of `planned_size`."""
+        frames = 1 if self._fixes_first_frame else frames_of(self.planned_size) or 1
+        return self._mode(image.unsqueeze(2).expand(-1, -1, frames, -1, -1))
+
     def conditioning_shapes(self) -> dict[str, tuple[int, ...]]:
         channels, frames, *sides = self.latent_shape(self.planned_size)
         more = self._config.in_channels - channels

@@ -1,6 +1,6 @@
 """`prepare` checks a configuration completely, as far as this is possible without starting a process."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -27,16 +27,15 @@ from async_flowrl.policies.checked import unchecked
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import (
     FAMILIES,
-    LengthCheck,
+    PromptCheck,
     ResolvedModel,
-    check_images_of,
     check_prompts_of,
     load_family,
     load_policy,
     resolve_model,
     shapes_of,
 )
-from async_flowrl.policies.stored import boundary_ratio, json_file
+from async_flowrl.policies.stored import boundary_ratio
 from async_flowrl.rewards.registry import (
     check_differentiable,
     check_groups,
@@ -117,14 +116,12 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         config = replace(config, model=replace(config.model, dtype=model.dtype))
         if config.rollout.engine == "vllm_omni":
             check_model(config, model)
-        family = load_family(model.family)
         for prompts in (data.evaluation, data.train):
             if prompts.special:
                 check_prompts_of(model, prompts)
-            lengths = LengthCheck(model, targets=needs_target or check is not None or check_held_out(config))
+            lengths = PromptCheck(model, targets=needs_target or check is not None or check_held_out(config))
             for prompt in prompts:
                 try:
-                    check_images_of(family, prompt)
                     lengths(prompt)
                 except ValueError as error:
                     raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
@@ -135,7 +132,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
             raise ValueError(f"{algorithm.name} takes the gradient of images, and these are videos of {frames} frames")
         check_groups(config, frames, most_images)
         shapes = shapes_of(model, sizes[-1], most_images)
-        baseline = baseline_sampling(config, model.family)
+        baseline = baseline_sampling(config, model)
         check_loading(config, model, data, baseline, whole=whole)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
@@ -200,7 +197,12 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
     if isinstance(family, PipelineFamily):
         family.policy.check_marks(negative=config.rollout.negative_prompt)
-        check_distilled(model, samplings)
+        scales = {
+            "rollout.true_cfg_scale": config.rollout.true_cfg_scale,
+            "algorithm.reference_cfg_scale": config.algorithm.reference_cfg_scale,
+            "evaluate.baseline_guidance": baseline.true_cfg_scale if baseline else None,
+        }
+        model.check_distilled(scales)
     if isinstance(family, PipelineFamily) and boundary_ratio(model.path, model.revision) is not None:
         whole = True
         check_experts(config)
@@ -231,16 +233,6 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     check_teachers(config, policy, data.train if teachers else ())
     if config.in_shares:
         check_shares(policy, tuning.parameters(policy.transformer).values(), config.trainer.num_workers)
-
-
-def check_distilled(model: ResolvedModel, samplings: Sequence[Sampling]) -> None:
-    """Raises ValueError for guidance with a model whose stock pipeline would leave it out."""
-    guided = any(how.true_cfg_scale > 1 for how in samplings)
-    if guided and json_file(model.path, "model_index.json", model.revision).get("is_distilled"):
-        raise ValueError(
-            f"model.path {model.path} is distilled (is_distilled of model_index.json), so its stock pipeline has no "
-            "guidance: set rollout.true_cfg_scale=1, and evaluate.baseline_guidance=1 with evaluate.baseline"
-        )
 
 
 def check_experts(config: Config) -> None:
@@ -288,8 +280,8 @@ def doubts_of(prepared: Prepared) -> list[str]:
     return [*doubts, *filter(None, (never_checked, toy_values(config)))]
 
 
-def baseline_sampling(config: Config, family: str) -> Sampling | None:
-    """Returns the family's usual denoising steps and guidance, or those of `evaluate.baseline_*`.
+def baseline_sampling(config: Config, model: ResolvedModel) -> Sampling | None:
+    """Returns the model's usual denoising steps and guidance, or those of `evaluate.baseline_*`.
 
     Raises ValueError for an `evaluate.baseline_guidance` that the family's networks cannot have.
     """
@@ -298,12 +290,11 @@ def baseline_sampling(config: Config, family: str) -> Sampling | None:
     evaluate, sampling = config.evaluate, evaluation_sampling(config)
     embedded = sampling.guidance_scale > 0
     if config.model.path != "tiny":
-        usual = load_family(family)
-        true_cfg_scale, guidance_scale = usual.usual_guidance
+        true_cfg_scale, guidance_scale = model.usual_guidance
         embedded = guidance_scale > 0
         sampling = replace(
             sampling,
-            num_inference_steps=usual.usual_steps,
+            num_inference_steps=load_family(model.family).usual_steps,
             true_cfg_scale=true_cfg_scale,
             guidance_scale=guidance_scale,
         )

@@ -10,6 +10,7 @@ from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import pixels, sized
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.pipeline import IMAGE
 from async_flowrl.tickets.table import Shape
 
 _FLOAT_BYTES = 4
@@ -89,7 +90,7 @@ def ticket_bytes(config: Config, shapes: Shapes) -> int:
     colours = 3 * pixels(sized(config.rollout, config.rollout.resolution))
     image = colours + _FLOAT_BYTES * (recorded * math.prod(shapes.latents) + log_probs)
     text = sum(math.prod(shape) for shape in shapes.conditioning.values())
-    if "image_0" in shapes.conditioning and config.rollout.true_cfg_scale > 1:
+    if IMAGE.format(0) in shapes.conditioning and config.rollout.true_cfg_scale > 1:
         text *= 2  # Beside the prompt, the negative prompt with its images.
     return config.images_per_ticket * image + _FLOAT_BYTES * text
 

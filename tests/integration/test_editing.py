@@ -79,7 +79,7 @@ def test_the_digest_is_one_in_every_mode(
     mode: str, tune: str, model: str, edits: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two pools, one that does both, and a run in two parts; prompts with one and with two images share a batch."""
-    monkeypatch.setattr(qwen_image_21, "CONDITION_AREA", 256**2)
+    monkeypatch.setattr(qwen_image_21, "IMAGE_AREA", 256**2)
     monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(320, 192), (192, 320)])
     if model == "tiny_flux_kontext":  # It takes one image.
         edits = [*edits, one_image_each(tmp_path), "rollout.guidance_scale=2.5"]

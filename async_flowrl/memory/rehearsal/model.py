@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from async_flowrl.config.models import Architecture, architectures
-from async_flowrl.config.resolution import Resolution
+from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import Config
 from async_flowrl.memory.model_sizes import PromptSizes, prompt_sizes, text_bytes
 from async_flowrl.policies.pipeline import PipelinePolicy
@@ -37,6 +37,7 @@ class FakeModel:
     family: PipelineFamily
     resolved: ResolvedModel
     prompts: PromptSizes  # Every prompt is as long, and has as many images, as the largest of the configuration.
+    size: Resolution  # Of every image or video.
 
     @classmethod
     def of(cls, config: Config) -> "FakeModel":
@@ -55,7 +56,7 @@ class FakeModel:
             quantize=model.quantize,
             quantize_text_encoder=model.quantize_text_encoder,
         )
-        return cls(known, family, resolved, prompt_sizes(config.data))
+        return cls(known, family, resolved, prompt_sizes(config.data), config.rollout.resolution)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,6 +101,7 @@ class FakeModel:
         )
         policy.planned_tokens = self.prompts.longest
         policy.planned_images = max(self.prompts.images, policy.images[0])
+        policy.planned_size = self.size
         changed = cast("Any", policy)  # Its noise levels fall evenly, and all prompts have one length.
         changed.sigmas = _sigmas
         changed.encode = lambda texts, system=None, *, negative=False: [_encoded(policy) for _ in texts]
@@ -170,7 +172,8 @@ def _sigmas(num_inference_steps: int, resolution: Resolution) -> Tensor:
 
 def _encoded(policy: PipelinePolicy) -> Conditioning:
     if policy.images[1] and policy.planned_images:
-        policy.encode_image(torch.empty(1, 3, IMAGE_SIDE, IMAGE_SIDE))
+        sides = height_width(policy.planned_size) if policy.makes_videos else (IMAGE_SIDE, IMAGE_SIDE)
+        policy.encode_image(torch.empty(1, 3, *sides))
     return conditioning(policy)
 
 

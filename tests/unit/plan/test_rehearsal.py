@@ -77,6 +77,14 @@ def test_the_small_recipes_are_rehearsed(experiment: str, capsys: pytest.Capture
     assert not dist.is_initialized() and torch.zeros(1).add(1).item() == 1
 
 
+def test_videos_that_begin_with_an_image_are_planned_with_as_many_frames() -> None:
+    video = ["model=tiny_wan_image", "rollout.resolution=16"]
+    short, long = (rank_alone(*video, f"rollout.frames={frames}") for frames in (5, 9))
+    assert [rank.shapes.conditioning["condition"][1] for rank in (short, long)] == [2, 3]
+    assert short.phases["backward"].peak < long.phases["backward"].peak
+    assert worker_alone(*video, "rollout.frames=5").phases.keys() == ROLLOUT_PHASES
+
+
 @pytest.mark.slow
 def test_a_sharded_base_is_gathered_and_let_go() -> None:
     """FSDP2 frees what it gathers by resizing its storage to nothing."""

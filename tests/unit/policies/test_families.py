@@ -75,11 +75,11 @@ def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
         theirs = made(pipeline, policy, how(family, cfg=cfg))
     finally:
         pipeline.unload_lora_weights()
-    ours = denoised(policy, how(family, cfg=cfg))
-    assert (theirs - ours).abs().max() < 3e-5
+    ours, tolerance = denoised(policy, how(family, cfg=cfg)), 3e-5 if family == "flux2_klein" else 2e-5
+    assert (theirs - ours).abs().max() < tolerance
     assert (untouched - ours).abs().max() > 0.05
     with reference_mode(policy.transformer):
-        assert (denoised(policy, how(family, cfg=cfg)) - untouched).abs().max() < 3e-5
+        assert (denoised(policy, how(family, cfg=cfg)) - untouched).abs().max() < tolerance
 
 
 def test_images_are_the_pipelines(policy: Policy, pipeline: Any, family: str) -> None:

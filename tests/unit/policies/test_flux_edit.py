@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,14 +20,16 @@ from PIL import Image
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
+from async_flowrl.cli import check_model, generate
 from async_flowrl.cli.generate import arguments_of, to_edit
 from async_flowrl.config.compose import compose_config
-from async_flowrl.config.schema import LoraConfig
+from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.data.condition_images import examined
+from async_flowrl.policies import checked
 from async_flowrl.policies.flux2_klein import Flux2KleinPolicy
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
 from async_flowrl.policies.registry import (
-    LengthCheck,
+    PromptCheck,
     check_images_of,
     load_family,
     load_policy,
@@ -253,15 +256,27 @@ def test_kontext_takes_one_image(policy: Any, images: list[Any]) -> None:
 
 
 def test_what_it_cannot_do_is_refused(family: str, images: list[Any]) -> None:
-    check = LengthCheck(resolve_model(model_config(family)))
-    check(prompt_of(images[0]))
+    check = PromptCheck(resolve_model(model_config(family)))
+    prompt = replace(prompt_of(images[0]), negative=None)
+    check(prompt)
     sizes, said = {
-        "flux_kontext": ([(15, 300)], "16 px at least"),
+        "flux_kontext": ([(31, 300)], "32 px at least, got 31"),
         "flux2_klein": ([(63, 300), (1000, 120)], "64 px at least, one at most 8"),
     }[family]
     for size in sizes:
         with pytest.raises(ValueError, match=said):
-            check(prompt_of(replace(images[0], size=size)))
+            check(replace(prompt, images=(replace(images[0], size=size),)))
+
+
+def test_generate_refuses_an_image_without_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (40, 10)).save(tmp_path / "flat.png")
+    given = ["--model", resolve_model(model_config("flux_kontext")).path, "--image", str(tmp_path / "flat.png")]
+    assert generate.main([*given, "--prompt", TEXT, "--out", str(tmp_path / "out.png")]) == 2
+    assert "got 10 × 40" in capsys.readouterr().err and not (tmp_path / "out.png").exists()
+
+
+def test_klein_takes_texts_of_any_length() -> None:
+    prepared("model=tiny_flux2_klein", "model.max_sequence_length=600")
 
 
 def test_klein_takes_no_negative_prompt(images: list[Any]) -> None:
@@ -270,19 +285,28 @@ def test_klein_takes_no_negative_prompt(images: list[Any]) -> None:
     check_images_of(klein, Prompt(0, TEXT, negative=" ", images=tuple(images)))
     with pytest.raises(ValueError, match="takes no negative prompt"):
         check_images_of(klein, prompt_of())
-    with pytest.raises(ValueError, match="takes no negative prompt"):
+    with pytest.raises(ValueError, match=r"leave out rollout\.negative_prompt"):
         prepared("model=tiny_flux2_klein", "rollout.negative_prompt=grey")
 
 
-def test_a_distilled_klein_has_no_guidance(tmp_path: Path) -> None:
+def test_a_distilled_klein_has_no_guidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = resolve_model(model_config("flux2_klein"))
     shutil.copytree(model.path, tmp_path / "distilled")
     index = tmp_path / "distilled" / "model_index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "is_distilled": True}))
-    model_path = f"model.path={tmp_path / 'distilled'}"
-    prepared(model_path)
-    with pytest.raises(ValueError, match=r"set rollout\.true_cfg_scale=1"):
-        prepared(model_path, "rollout.true_cfg_scale=4")
+    path = str(index.parent)
+    prepared(f"model.path={path}", "evaluate.baseline=true", "evaluate.every=1")
+    for key in ("rollout.true_cfg_scale", "algorithm.reference_cfg_scale"):
+        with pytest.raises(ValueError, match=f"{re.escape(key)} must be 1, got 4"):
+            prepared(f"model.path={path}", "algorithm=diffusion_nft", f"{key}=4")
+    assert resolve_model(ModelConfig(path=path)).usual_guidance == (1.0, 0.0)
+    out = tmp_path / "out.png"
+    assert generate.main(["--model", path, "--prompt", TEXT, "--true-cfg-scale", "4", "--out", str(out)]) == 2
+    assert not out.exists()
+    small = [path, "--resolution", "32", "--steps", "2", "--max-sequence-length", "24"]
+    assert check_model.main([*small, "--guidance", "4"]) == 2
+    monkeypatch.setattr(checked, "cache_dir", lambda: tmp_path)
+    assert check_model.main(small) == 0
 
 
 def prepared(*settings: str) -> None:

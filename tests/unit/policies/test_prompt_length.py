@@ -9,7 +9,7 @@ import pytest
 
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
-from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.registry import PromptCheck, load_policy, resolve_model, shapes_of
 from async_flowrl.run.describe import first_lines
 from async_flowrl.run.prepare import prepare
 from async_flowrl.types import Prompt
@@ -24,13 +24,13 @@ def test_a_prompt_is_cut_where_the_encoder_stops_reading(family: str) -> None:
     if family == "qwen_image_21":  # Its pipeline has no limit but the number of positions, and cuts nothing.
         with pytest.raises(ValueError, match=r"leave model\.max_sequence_length out"):
             shapes_of(model, 32)
-        lengths = LengthCheck(replace(model, max_sequence_length=None))
+        lengths = PromptCheck(replace(model, max_sequence_length=None))
         assert lengths.read(Prompt(1, LONG)) is None
         # A token is a byte here, and <|im_start|> is one.
         assert lengths.read(Prompt(2, "x" * 8300)) == 8191 - len("<user\n")
         return
     policy = load_policy(model, dtype="float32", device="cpu", parts="all")
-    lengths = LengthCheck(model)
+    lengths = PromptCheck(model)
     assert lengths.read(Prompt(0, "short")) is None
     read = lengths.read(Prompt(1, LONG))
     assert read is not None and 8 < read < len(LONG)
@@ -47,7 +47,7 @@ def test_a_prompt_is_cut_where_the_encoder_stops_reading(family: str) -> None:
 
 def test_a_target_behind_the_cut_is_refused_and_the_others_are_counted(tmp_path: Path) -> None:
     model = resolve_model(replace(model_config("qwen_image"), max_sequence_length=LIMIT))
-    lengths = LengthCheck(model)
+    lengths = PromptCheck(model)
     for prompt in (Prompt(0, LONG, target="word 1"), Prompt(1, LONG), Prompt(2, "word 59", target="word 59")):
         lengths(prompt)
     assert lengths.cut == 2
@@ -63,4 +63,4 @@ def test_a_target_behind_the_cut_is_refused_and_the_others_are_counted(tmp_path:
     with pytest.raises(ConfigError, match=rf"^{re.escape(str(file))}:1: .*target 'word 59'"):
         prepare(ocr)
     # What no reward looks at may be cut.
-    assert LengthCheck(model, targets=False)(Prompt(3, LONG, target="word 59")) is None
+    assert PromptCheck(model, targets=False)(Prompt(3, LONG, target="word 59")) is None

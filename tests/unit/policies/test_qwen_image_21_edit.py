@@ -16,9 +16,9 @@ from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.data.condition_images import examined
 from async_flowrl.image_file import opened
-from async_flowrl.policies import qwen_image_21
+from async_flowrl.policies import pipeline, qwen_image_21
 from async_flowrl.policies.lora import add_lora, lora_parameters
-from async_flowrl.policies.registry import LengthCheck, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.registry import PromptCheck, load_policy, resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Prompt
 from tests.support.families import NAMES, how, model_config, pipeline_of, policy_of
@@ -38,7 +38,8 @@ CASES = [
 def small_images() -> Iterator[None]:
     """A 16th of the tokens of an image."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qwen_image_21, "CONDITION_AREA", 256**2)
+        for module in (pipeline, qwen_image_21):
+            patch.setattr(module, "IMAGE_AREA", 256**2)
         yield
 
 
@@ -162,8 +163,8 @@ def test_sizes_are_planned_for_the_most_images() -> None:
 
 def test_what_it_cannot_do_is_refused(policy: Any, prompts: Any) -> None:
     model = resolve_model(model_config(FAMILY))
-    LengthCheck(model)(prompts[2])
+    PromptCheck(model)(prompts[2])
     with pytest.raises(ValueError, match="8191 positions"):
-        LengthCheck(model)(replace(prompts[1], images=prompts[1].images * 400))
+        PromptCheck(model)(replace(prompts[1], images=prompts[1].images * 400))
     with pytest.raises(ValueError, match="no text may have it"):
         policy.check_marks("<|image_pad|>")

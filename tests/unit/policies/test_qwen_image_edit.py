@@ -21,7 +21,7 @@ from async_flowrl.data.condition_images import examined
 from async_flowrl.image_file import opened
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.policies.registry import LengthCheck, load_family, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.registry import PromptCheck, load_family, load_policy, resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Prompt, Sampling, TextWithImages
 from tests.support.families import how, model_config, pipeline_of, policy_of
@@ -224,14 +224,14 @@ def test_prompts_with_too_many_tokens_are_refused_before_a_worker_reads_them(pro
     for count, prompt in prompts.items():
         for text, arrays in zip((TEXT, NEGATIVE), encoded(count), strict=True):
             assert family.tokens(text, prompt.images, tokenizer) == len(arrays["prompt_embeds"])
-    check, images = LengthCheck(model), prompts[1].images * 12
+    check, images = PromptCheck(model), prompts[1].images * 12
     text = "x" * (3584 - family.tokens("", images, tokenizer))  # A token is a byte here.
     check(most := replace(prompts[1], text=text, images=images))
     for long in (replace(most, images=images * 2), replace(most, text="x" + text), replace(most, negative="x" + text)):
         with pytest.raises(ValueError, match="3584 tokens of text and images"):
             check(long)
     with pytest.raises(ValueError, match="3584 tokens of text and images"):
-        LengthCheck(replace(model, random=True))(replace(most, text="a", images=images * 2))
+        PromptCheck(replace(model, random=True))(replace(most, text="a", images=images * 2))
 
 
 def test_sizes_are_planned_for_the_most_images() -> None:
