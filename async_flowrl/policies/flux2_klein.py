@@ -74,6 +74,7 @@ class Flux2KleinPolicy(flux.FluxPolicy):
         return latents.mT.reshape(len(latents), -1, *self._grid(resolution))
 
     def _unpacked(self, pipeline: Any, latents: Tensor, resolution: Resolution) -> Tensor:
+        latents = latents.to(pipeline.vae.dtype)  # Before the statistics, as in the stock pipeline.
         mean, std = _mean_and_std(pipeline.vae, latents)
         return super()._unpacked(pipeline, latents * std + mean, resolution)
 

@@ -76,6 +76,18 @@ def test_a_shipped_family_is_its_stock_pipeline(
 
 
 @pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in EDITING if name != "wan_image"]
+)
+def test_a_family_that_edits_is_its_stock_pipeline_in_bfloat16(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edit_rules, "VAE_IMAGE_SIZE", 256**2)
+    monkeypatch.setattr(kontext_rules, "PREFERRED_KONTEXT_RESOLUTIONS", [(256, 256), (320, 192)])
+    assert main(["tiny", "--tiny-family", name, "--dtype", "bfloat16"]) == 0
+    assert verdicts(capsys.readouterr().out) == dict.fromkeys(CAUSES, "yes")
+
+
+@pytest.mark.parametrize(
     ("body", "step", "said"),
     [
         (
