@@ -280,7 +280,7 @@ def _steps(job: Job, stock: Stock, branches: Sequence[Branch]) -> dict[str, Call
         bare = denoised()[-1]
         tensors = _adapted(policy)
         adapted = denoised()[-1]
-        if gap(adapted, bare)[1] <= RELATIVE["float32"]:
+        if gap(adapted, bare)[1] <= RELATIVE["float32"]:  # Rounding is the same in both: on a dropped branch it is 0.
             return Row(LORA, False, text="the adapter changes nothing: is it on a branch whose output is dropped?")
         job.pipeline.unload_lora_weights()  # Its network is the policy's.
         with tempfile.TemporaryDirectory() as work:

@@ -59,8 +59,8 @@ def term_sentences(ends: Ends) -> list[str]:
     first, last = ends
     trained = {name: "term" for name, curve in last.curves.items() if curve.kind == TRAINED and name != REWARD}
     held_out = {name: "held-out term" for name, curve in last.curves.items() if curve.kind == HELD_OUT}
-    several = len({name for end in ends for name, curve in end.curves.items() if curve.kind == TRAINED}) > 2
-    words = (trained if several else {}) | held_out
+    terms = {name for end in ends for name, curve in end.curves.items() if curve.kind == TRAINED} - {REWARD}
+    words = (trained if len(terms) > 1 else {}) | held_out
     changes = [(name, moved) for name in words if (moved := between(name, last, first)) is not None]
     return [f"The {words[name]} {name} went from {_means(name, ends)}: {_change(moved)}." for name, moved in changes]
 

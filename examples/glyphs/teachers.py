@@ -53,9 +53,9 @@ def train(folder: Path, name: str, seed: int, labels: tuple[str, ...], *more: st
     data = folder / f"{name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     given = ("experiment=glyphs", "runtime.backend=local", f"seed={seed}", f"data.train={data}", "evaluate.every=0")
-    given = (*given, f"total_steps={steps}")
-    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *given]
-    subprocess.run([*command, f"output_dir={folder / name}", "resume=auto", *more], cwd=ROOT, check=True)
+    where = (f"total_steps={steps}", f"output_dir={folder / name}", "resume=auto")
+    command = [sys.executable, "-m", "async_flowrl.main", "--config-name", "one_step_off", *given, *where, *more]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def images(lora: Path | None) -> list[ByteArray]:
