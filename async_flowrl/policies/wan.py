@@ -79,7 +79,7 @@ class WanPolicy(PipelinePolicy):
         vae = pipeline.vae
         latents = latents.to(vae.dtype)
         mean, std = self._statistics(vae.config, latents)
-        videos: Tensor = vae.decode(latents * std + mean, return_dict=False)[0]
+        videos: Tensor = vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
         return videos[:, :, 0] if frames_of(resolution) is None else videos
 
     @classmethod

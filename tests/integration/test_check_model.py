@@ -60,29 +60,22 @@ def verdicts(printed: str) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) == 4 and row[0] != "step"}
 
 
+QUICK = (*EDITING, *EXPERTS, "flux")
+"""Families that `make test` checks, in float32."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name",
-    [*EDITING, *EXPERTS, *(name if name == "flux" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES)],
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in QUICK)]
 )
 def test_a_shipped_family_is_its_stock_pipeline(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edit_rules, "VAE_IMAGE_SIZE", 256**2)  # Of an image to edit, in place of 1024²: a 16th.
     monkeypatch.setattr(kontext_rules, "PREFERRED_KONTEXT_RESOLUTIONS", [(256, 256), (320, 192)])
     padded = [] if name in WHOLE_TEXTS else SHORT
     padded = ["--resolution", "5x32x48"] if name == "wan_image" else padded
-    assert main(["tiny", "--tiny-family", EXPERTS.get(name, name), *padded]) == 0
-    assert verdicts(capsys.readouterr().out) == dict.fromkeys(CAUSES, "yes")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_21", "flux_kontext", "flux2_klein"])
-def test_a_family_that_edits_is_its_stock_pipeline_in_bfloat16(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(edit_rules, "VAE_IMAGE_SIZE", 256**2)
-    monkeypatch.setattr(kontext_rules, "PREFERRED_KONTEXT_RESOLUTIONS", [(256, 256), (320, 192)])
-    assert main(["tiny", "--tiny-family", name, "--dtype", "bfloat16"]) == 0
+    assert main(["tiny", "--tiny-family", EXPERTS.get(name, name), "--dtype", dtype, *padded]) == 0
     assert verdicts(capsys.readouterr().out) == dict.fromkeys(CAUSES, "yes")
 
 
