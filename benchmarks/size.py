@@ -98,8 +98,9 @@ def measured(root: Path) -> dict[str, float]:
 def deciding(root: Path) -> dict[str, set[Path]]:
     """Returns setting → the files of the packages that compare it: a mode is decided in few places."""
     files: dict[str, set[Path]] = {mode: set() for mode in MODES}
-    for path in tracked(root, [f"{package}/*.py" for package in PACKAGES]):
-        for node in ast.walk(ast.parse(path.read_text())):
+    sources = {path: path.read_text() for path in tracked(root, [f"{package}/*.py" for package in PACKAGES])}
+    for path in (path for path, text in sources.items() if any(f".{mode}" in text for mode in MODES)):
+        for node in ast.walk(ast.parse(sources[path])):
             for side in (node.left, *node.comparators) if isinstance(node, ast.Compare) else ():
                 if isinstance(side, ast.Attribute) and side.attr in MODES:
                     files[side.attr].add(path)
@@ -122,25 +123,20 @@ def tracked(root: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def count(source: str) -> Count:
-    """Counts the lines of one Python file. Raises SyntaxError."""
-    docstrings = docstring_lines(ast.parse(source))
+    """Counts the lines of one Python file; a string that stands alone is a docstring."""
     code: set[int] = set()
-    dull = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    docstrings: set[int] = set()
+    statement: list[tokenize.TokenInfo] = []
+    dull = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in dull:
-            code.update(range(token.start[0], token.end[0] + 1))
-    code -= docstrings
+        if token.type == tokenize.NEWLINE:
+            lines = docstrings if all(part.type == tokenize.STRING for part in statement) else code
+            for part in statement:
+                lines.update(range(part.start[0], part.end[0] + 1))
+            statement.clear()
+        elif token.type not in dull:
+            statement.append(token)
     return Count(1, len(source.splitlines()), len(code), len(docstrings))
-
-
-def docstring_lines(tree: ast.AST) -> set[int]:
-    """Returns the numbers of the lines of strings that stand alone: docstrings of anything, texts below fields too."""
-    return {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
 
 
 def script_lines(path: Path) -> int:
