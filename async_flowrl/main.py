@@ -7,7 +7,7 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -54,7 +54,7 @@ def main(workers: "Workers | None" = None) -> int:
             return through_hydra(arguments, options, workers)
         values = composed(options.config_name, options.overrides, options.config_dir)
         config = typed(values)
-        return train(config, record(values, values.hydra, config.output_dir), workers)
+        return train(config, lambda: record(values, values.hydra, config.output_dir), workers)
     except (ConfigError, GuardError) as error:
         say(f"async_flowrl: {error}\n", sys.stderr)
         return exit_codes.CONFIG
@@ -63,10 +63,10 @@ def main(workers: "Workers | None" = None) -> int:
         return exit_codes.INTERRUPTED
 
 
-def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | None" = None) -> int:
+def train(config: Config, hydra_record: Callable[[], Mapping[str, str]], workers: "Workers | None" = None) -> int:
     """Trains one run and returns its exit code. Raises ConfigError if one of the checks before the run fails.
 
-    `hydra_record`: file → text of `.hydra/`; `workers`: classes of tests and benchmarks in place of the run's own.
+    `hydra_record` returns file → text of `.hydra/`; `workers`: classes of tests and benchmarks in place of the run's.
     """
     from async_flowrl.run.precheck import precheck
 
@@ -76,7 +76,7 @@ def train(config: Config, hydra_record: Mapping[str, str], workers: "Workers | N
     with sigterm_ends():
         from async_flowrl.run.job import run
 
-        return run(checked_config, hydra_record, workers or {})
+        return run(checked_config, hydra_record(), workers or {})
 
 
 def report_over(folders: Sequence[Path], jobs: int) -> None:
@@ -122,7 +122,7 @@ def through_hydra(arguments: Sequence[str], options: argparse.Namespace, workers
             if hydra_config.mode == RunMode.MULTIRUN:
                 config = replace(config, output_dir=hydra_config.runtime.output_dir)
                 folders.append(Path(config.output_dir))
-            codes.append(train(config, record(values, hydra_config, config.output_dir), workers))
+            codes.append(train(config, lambda: record(values, hydra_config, config.output_dir), workers))
         except ConfigError as error:
             say(f"async_flowrl: {error}\n", sys.stderr)
             codes.append(exit_codes.CONFIG)

@@ -111,7 +111,7 @@ def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     """A run with its workers as threads of this process."""
     disturbance, settings = split(overrides)
     config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *settings])
-    assert main.train(config, {}, workers(disturbance)) == code
+    assert main.train(config, dict, workers(disturbance)) == code
     return Run(folder)
 
 

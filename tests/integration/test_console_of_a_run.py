@@ -18,7 +18,7 @@ def run(*overrides: str) -> int:
     disturbance, settings = split(overrides)
     values = composed("one_step_off", [*LOCAL, *settings])
     config = typed(values)
-    return train(config, record(values, values.hydra, config.output_dir), workers(disturbance))
+    return train(config, lambda: record(values, values.hydra, config.output_dir), workers(disturbance))
 
 
 def test_the_screens_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

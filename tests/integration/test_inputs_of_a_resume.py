@@ -19,7 +19,7 @@ def go(folder: Path, *overrides: str) -> int:
     own = "reward.terms={mean: {name: 'bright_inputs:mean'}}"
     prompts = (f"data.train={folder / 'train.txt'}", f"data.evaluation={folder / 'test.txt'}")
     arguments = [*LOCAL, *small, *prompts, own, f"output_dir={folder / 'run'}", *overrides]
-    return train(compose_config("one_step_off", arguments), {})
+    return train(compose_config("one_step_off", arguments), dict)
 
 
 def events(folder: Path) -> list[dict[str, object]]:

@@ -68,7 +68,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.main import train
 from async_flowrl.run import job
 job.prepare = lambda config, **_: (print("prepares", flush=True), sys.stdin.read())
-train(compose_config("one_step_off", [f"output_dir={sys.argv[1]}"]), {})
+train(compose_config("one_step_off", [f"output_dir={sys.argv[1]}"]), dict)
 """
 
 
