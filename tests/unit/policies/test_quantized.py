@@ -152,7 +152,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def local(tmp_path: Path) -> ModelConfig:
-    folder = shutil.copytree(build_tiny(TinyConfig(layers=1)), tmp_path / "model")
+    folder = shutil.copytree(build_tiny(TinyConfig(layers=1, heads=2)), tmp_path / "model")
     return ModelConfig(path=str(folder), quantize="int4")
 
 
@@ -210,6 +210,6 @@ def test_other_files_other_settings_and_another_dtype_are_other_copies(cache: Pa
         model = resolve_model(replace(local, **change))
         digests.append(base_digest(weights_of(model)))
     (file,) = Path(local.path, "transformer").glob("*.safetensors")
-    shutil.copyfile(build_tiny(TinyConfig(layers=1, seed=7)) / "transformer" / file.name, file)
+    shutil.copyfile(build_tiny(TinyConfig(layers=1, heads=2, seed=7)) / "transformer" / file.name, file)
     digests.append(base_digest(weights_of(resolve_model(local))))
     assert len(set(digests)) == 4
