@@ -60,13 +60,13 @@ def verdicts(printed: str) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) == 4 and row[0] != "step"}
 
 
-QUICK = (*EDITING, *EXPERTS, "flux")
+QUICK = ("flux_kontext", "wan_image", *EXPERTS, "flux")
 """Families that `make test` checks, in float32."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in QUICK)]
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, *EDITING) if name not in QUICK)]
 )
 def test_a_shipped_family_is_its_stock_pipeline(
     name: str, dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

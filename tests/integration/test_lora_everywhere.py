@@ -21,7 +21,7 @@ from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
-from tests.support.families import NAMES, adapted, conditioning, how, model_config, pipeline_of
+from tests.support.families import NAMES, TWO_AND_SLOW, adapted, conditioning, how, model_config, pipeline_of
 from tests.support.tiny import randomise
 
 RANK, ALPHA = 4, 8.0
@@ -75,6 +75,7 @@ def expected(trained: Policy) -> Tensor:
     return output(trained)
 
 
+@pytest.mark.parametrize("family", TWO_AND_SLOW, indirect=True)
 def test_a_runs_folder_is_for_diffusers_and_for_peft(
     family: str, lora: LoraFile, expected: Tensor, pipeline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

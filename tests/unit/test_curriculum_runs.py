@@ -64,7 +64,7 @@ def ratio(found: ToyRun) -> float:
     return sum(line["zero_std_ratio"] for line in found.lines) / len(found.lines)
 
 
-@pytest.mark.parametrize(("k", "together"), [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize(("k", "together"), [(1, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 3)])
 def test_a_killed_trainer_and_a_killed_controller(
     k: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,11 +47,19 @@ VIDEOS: list[Resolution] = [(81, 480, 832), (33, 704, 1280)]
 KNOWN = [name for name in ADAPTED if architectures()[name].family in (*NAMES, *EDITING)]
 
 
+def family_of(architecture: Architecture) -> PipelineFamily:
+    family = load_family(architecture.family)
+    assert isinstance(family, PipelineFamily)
+    return family
+
+
 FIRST = {
-    (each.family, each.boundary_ratio is None): name for name in reversed(KNOWN) if (each := architectures()[name])
+    (family_of(each).transformer, each.boundary_ratio is None): name
+    for name in reversed(KNOWN)
+    if (each := architectures()[name])
 }
 LATER = set(KNOWN) - set(FIRST.values())
-"""Models that `make test` leaves out: another one of their family has as many experts."""
+"""Models that `make test` leaves out: another one with a network of the same class has as many experts."""
 
 
 class Reached(Exception):
@@ -87,12 +95,6 @@ class Part(nn.Module):
     @property
     def transformer_blocks(self) -> list[nn.Module]:
         return []
-
-
-def family_of(architecture: Architecture) -> PipelineFamily:
-    family = load_family(architecture.family)
-    assert isinstance(family, PipelineFamily)
-    return family
 
 
 def published_scheduler(architecture: Architecture) -> Any:
