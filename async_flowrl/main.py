@@ -32,6 +32,7 @@ from async_flowrl.config.compose import (
     typed,
     without_hydra,
 )
+from async_flowrl.config.error_text import did_you_mean
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.terminal import run_program, say
@@ -90,6 +91,10 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
         say(f"{'report':8} {path}: {share} runs\n")
 
 
+# Options of Hydra that take no value.
+HYDRAS = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `async-flowrl train --help` shows how it is written")
@@ -103,6 +108,10 @@ def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
         parser.add_argument(*flag, nargs="?", const="", dest="hydras", action="append", default=[])
     parser.add_argument("overrides", nargs="*")
     options, unknown = parser.parse_known_intermixed_args(arguments)
+    if wrong := next((flag for flag in unknown if flag.startswith("--") and flag not in HYDRAS), None):
+        name = wrong.partition("=")[0]
+        near = did_you_mean(name, ("--config-name", "--config-dir", *HYDRAS), mistyped=True)
+        raise ConfigError(f"{name} is no option; a setting is written without dashes, key=value{near}")
     return options, bool(options.hydras or unknown or any(is_hydras(override) for override in options.overrides))
 
 

@@ -256,8 +256,9 @@ def main(arguments: Sequence[str]) -> None:
         "a model=NAME without a recipe is planned with its family's values."
     )
     options = parser.parse_intermixed_args(arguments)
-    experiments = [word for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
+    words = [word.removeprefix("experiment=") for word in options.words]  # as `train` takes a recipe
+    experiments = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
     kinds = [Hardware.of(name) for name in options.cards.split(",")]
     recipes = [[f"experiment={name}"] for name in experiments or RECIPES]
     if not experiments and any(word.startswith(("model=", "model.path=")) for word in overrides):

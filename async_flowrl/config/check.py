@@ -54,9 +54,10 @@ def _mode(config: Config) -> Iterator[str]:
     mode = config.mode
     if mode is None or mode == config.mode_name:
         return
+    other = f"; these settings are --config-name {config.mode_name}"
     if (staleness := MEANT_STALENESS[mode]) != MEANT_STALENESS[config.mode_name]:
-        yield f"mode={mode} means max_staleness={staleness}, got {config.max_staleness}"
-    yield f"mode={mode} means hand_over={'batch' if mode == 'sync' else 'stream'}, got {config.hand_over}"
+        yield f"mode={mode} means max_staleness={staleness}, got {config.max_staleness}{other}"
+    yield f"mode={mode} means hand_over={'batch' if mode == 'sync' else 'stream'}, got {config.hand_over}{other}"
 
 
 def _sizes(config: Config) -> Iterator[str]:
@@ -236,7 +237,7 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
 
 
 def _unknown(prefix: str, name: str, value: Any, names: set[str]) -> str:
-    full = f"{prefix}{name}"
+    full, first = f"{prefix}{name}", name
     near = did_you_mean(name, names)
     misspelt_section = isinstance(value, Mapping) and near
     while isinstance(value, Mapping) and value:
@@ -248,7 +249,7 @@ def _unknown(prefix: str, name: str, value: Any, names: set[str]) -> str:
     if matches:
         return f"configuration key {full} is unknown: here it is {' or '.join(matches)}"
     unknown = f"configuration key {full} is unknown: it must be one of {', '.join(sorted(names))}"
-    return f"{unknown}, got {name!r}{near or did_you_mean(name, all_keys())}"
+    return f"{unknown}, got {first!r}{near or did_you_mean(name, all_keys())}"
 
 
 def names_elsewhere() -> dict[str, str]:

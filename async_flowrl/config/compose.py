@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigIndexError, ConfigKeyError, ConfigTypeError, OmegaConfBaseException, ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
@@ -61,6 +61,7 @@ WORDS: dict[Any, str] = {
     dict[str, Any]: "a dictionary, such as {channel: red}",
     dict[str, str]: "a dictionary of texts, such as {NCCL_DEBUG: WARN}",
     dict[str, RewardTerm]: "a dictionary of rewards, such as {ocr: {weight: 1.0}}",
+    RewardTerm: "a dictionary, such as {weight: 1.0}",
 }
 
 
@@ -273,8 +274,9 @@ def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, 
         if prefixed.startswith("~") and not options and get_origin(_field(key.rpartition(".")[0])[0]) is not dict:
             raise ConfigError(f"{prefixed}: only entries of a dictionary, such as ~reward.terms.color, can be deleted")
         value, obstacle = _value(readable, sweeps=sweeps)
-        if options and isinstance(value, str) and value not in options:
-            raise ConfigError(unknown_name(key, value, options))
+        unnamed = value is None and not prefixed.startswith("~")
+        if options and (unnamed or (isinstance(value, str) and value not in options)):
+            raise ConfigError(unknown_name(key, text, options))
         if obstacle:
             raise ConfigError(f"{key} must be {_expected(key) or 'one value'}, got {text!r}{obstacle}")
     return written
@@ -305,9 +307,9 @@ def is_hydras(override: str) -> bool:
 def explain(error: Exception) -> str:
     """Returns one sentence for an error of Hydra or OmegaConf; of a wrong type, which type the key takes."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ValidationError):
+    while cause is not None and not isinstance(cause, ValidationError | ConfigTypeError | ConfigIndexError):
         cause = cause.__cause__ or cause.__context__
-    key = getattr(cause, "full_key", None)
+    key = re.sub(r"\[\d+\]", "", str(getattr(cause, "full_key", None) or ""))
     text = f"{error}\n{error.__cause__ or ''}\n{cause or ''}"
     unknown = re.search(r"Key '\w+' not in '\w+'\s+full_key: ([\w.]+)", text)
     if sentence := removed(unknown[1]) if unknown else _missing_term(text):
@@ -317,7 +319,7 @@ def explain(error: Exception) -> str:
         return unknown_name(f"a key of {section}", name, get_type_hints(kind))
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
-        return f"{key} must be {expected}: {reason}"
+        return f"{key} must be {expected}" + (", got null" if "is not Optional" in reason else f": {reason}")
     if missing := re.search(r"(?i)missing mandatory value: (\w+)", text):
         return f"{missing[1]} has no value: ??? stands for one that is still missing"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
@@ -326,7 +328,7 @@ def explain(error: Exception) -> str:
 
 
 def _missing_term(text: str) -> str | None:
-    match = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)", text)
+    match = re.search(r"not a subclass of RewardTerm[^\0]*?full_key: (\w+)\s", text)
     match = match or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
     if match is None:
         return None
@@ -347,7 +349,7 @@ def _field(key: str) -> tuple[Any, bool]:
 
 def _expected(key: str) -> str | None:
     kind, _ = _field(key)
-    if isinstance(kind, type) and is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind) and kind not in WORDS:
         return f"a section with {', '.join(get_type_hints(kind))}"
     if kind in (None, Any):
         return None

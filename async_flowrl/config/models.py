@@ -83,7 +83,8 @@ def local_index(path: str) -> Path | None:
         return index
     if not _HUB_NAME.fullmatch(path):
         near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
-        raise ValueError(not_found(path, "no such folder", near))
+        reason = "no such folder" if local.is_absolute() else f"no such folder in {Path.cwd()}"
+        raise ValueError(not_found(path, reason, near))
     return None
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config, with_replaced_terms
 
 
@@ -56,3 +57,12 @@ def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:
     for overrides in (both, both[::-1]):
         config = compose_config("one_step_off", overrides)
         assert (list(config.reward.terms), list(config.evaluate.reward.terms)) == (["a"], ["b"])
+
+
+@pytest.mark.parametrize("section", ["reward", "evaluate.reward"])
+@pytest.mark.parametrize(
+    ("terms", "key"), [("{ocr: 1.0}", ".ocr"), ("{ocr: null}", ".ocr"), ("[ocr]", ""), ("ocr", "")]
+)
+def test_what_is_no_term_is_refused_by_its_key(section: str, terms: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{section}\.terms{key} must be a dictionary.* \{{.*weight: 1.0"):
+        compose_config("one_step_off", [f"{section}.terms={terms}"])

@@ -1,11 +1,13 @@
-"""Tests of text on the command line, which is taken as typed, and of entries that a dictionary lacks."""
+"""Tests of the command line: text is taken as typed, a dictionary gets entries that it lacks, errors name the key."""
 
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import as_typed, compose_config, composed, typed
+from async_flowrl.main import command_line
 
 AS_TYPED = (
     "模糊", "😀", "50% off #1", "run #3", "runs/a=b", "exp[1]", "a, b", "a,b", "{x}", "{a: b}", "[a]", "a: b", "~x",
@@ -43,3 +45,19 @@ def test_a_dictionary_gets_what_it_lacks(override: str, found: dict[str, Any]) -
         overrides=[override, override.replace("reward.terms.color", "algorithm").lstrip("+"), "+seed=3"]
     )
     assert config.reward.terms["color"].options == config.algorithm.options == found and config.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("evaluate.every=null", "evaluate.every must be an integer, got null$"),
+        ("rollout.resolutions.0=32", "rollout.resolutions must be a list"),
+        ("trainer=null", "trainer must be one of .*, got 'null'"),
+        ("+foo.bar=1", "foo.bar is unknown.*, got 'foo'"),
+        ("--config_name=sync", "--config_name .*; did you mean '--config-name'"),
+        ("--trainer.learning_rate=1", "--trainer.learning_rate is no option.* key=value$"),
+    ],
+)
+def test_what_is_wrong_is_named(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        compose_config(overrides=command_line([override])[0].overrides)

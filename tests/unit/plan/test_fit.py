@@ -115,6 +115,12 @@ def test_a_model_without_a_recipe_has_its_familys_values(capsys: pytest.CaptureF
     assert row["words"][1:4] == ["model=tiny_wan21", "rollout.frames=5", "reward=sharpness"]
 
 
+def test_a_recipe_is_also_named_as_train_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    fit.main(["--json", "--cards", "1x80", "experiment=glyphs"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["experiment"] == "glyphs" and row["words"].count("experiment=glyphs") == 1
+
+
 def test_a_quantised_base_then_host_memory_then_a_lower_rank_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 30 GiB, 16 are the base, 8 lie in host memory if that is asked for, and half of the rest is the rank's."""
 
