@@ -79,7 +79,8 @@ def without_metadata(source: Path, target: Path) -> Path:
 def test_without_metadata_alpha_is_the_rank_as_diffusers_reads_it(diffusers_file: Path, tmp_path: Path) -> None:
     bare = without_metadata(diffusers_file, tmp_path / "bare")
     assert lora_file.read(bare).alpha == 4.0
-    assert all(torch.equal(tensor, warm(diffusers_file)[name]) for name, tensor in warm(bare).items())
+    expected = warm(diffusers_file)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in warm(bare).items())
 
 
 def test_a_written_file_is_the_same_bytes_every_time(tmp_path: Path) -> None:
