@@ -20,6 +20,9 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         say("async_flowrl: interrupted\n", sys.stderr)
         sys.exit(exit_codes.INTERRUPTED)
+    except BrokenPipeError:  # of `| head`, behind what Hydra prints itself: --help, --cfg
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        sys.exit(exit_codes.ERROR)
 
 
 def show_what_can_be_shown() -> None:

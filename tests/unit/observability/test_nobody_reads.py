@@ -1,5 +1,6 @@
-"""Test of a run whose stdout or stderr is closed, e.g. because `tee` died of Ctrl-C: the run goes on."""
+"""Tests of a stdout or stderr that nobody reads: a run goes on, e.g. if `tee` died of Ctrl-C; `--help | head` ends."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +38,12 @@ def test_what_nobody_reads_is_dropped_and_said_once(name: str, tmp_path: Path) -
     assert process.wait(120) == 0
     said = log.read_text()
     assert said.count(f"nobody reads <{name}> any more") == 1
+
+
+def test_what_only_prints_ends_without_a_traceback() -> None:
+    program = (
+        "from async_flowrl.observability.terminal import run_program; run_program(lambda: print('x' * 200_000) or 0)"
+    )
+    command = f"{sys.executable} -c {shlex.quote(program)} | true"
+    ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (1, "")
