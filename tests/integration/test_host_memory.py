@@ -16,7 +16,7 @@ def test_a_node_that_is_too_small_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr("separation.node.swap_space", lambda: 0)
     monkeypatch.setattr("async_flowrl.run.job.load_pools", None)
     config = compose_config("one_step_off", [*LOCAL, "tune=full", f"output_dir={tmp_path / 'run'}"])
-    assert program.train(config, {}) == 2
+    assert program.train(config, dict) == 2
     (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("async_flowrl: "))
     for words in ("node 127.0.0.1 has 9.31e-07 GiB", "trainer rank", "rollout worker", "allow_oom=true tries anyway"):
         assert words in said
