@@ -141,7 +141,7 @@ def test_edits_are_the_stock_pipelines(
         assert (sampled(policy, start, (black, branches[1]), sampling) - ours).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
+@pytest.mark.parametrize(("cfg", "kind"), [pytest.param(1.0, "sde", marks=pytest.mark.slow), (4.0, "cps")])
 def test_the_trainer_replays_an_edit(cfg: float, kind: str, family: str, policy: Any, images: list[Any]) -> None:
     sampling = replace(how(family, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
     wanted = request(3, how=sampling, prompt=prompt_of(images[1]), noise_steps=(0, 1))

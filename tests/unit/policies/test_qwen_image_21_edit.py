@@ -104,7 +104,7 @@ def test_edits_are_the_stock_pipelines(
     assert (sampled(positive | {"image_0": torch.zeros_like(positive["image_0"])}) - ours).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
+@pytest.mark.parametrize(("cfg", "kind"), [pytest.param(1.0, "sde", marks=pytest.mark.slow), (4.0, "cps")])
 def test_the_trainer_replays_an_edit(cfg: float, kind: str, policy: Any, prompts: Any) -> None:
     sampling = replace(how(FAMILY, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
     wanted = request(3, how=sampling, prompt=prompts[2], noise_steps=(0, 1))

@@ -119,7 +119,7 @@ def test_videos_are_the_stock_pipelines(place: int, cfg: float, loaded: Any, pro
     assert (made[0].float() - made[1].float()).abs().mean() > 1, "the image matters"
 
 
-@pytest.mark.parametrize(("cfg", "sde_type"), [(1.0, "sde"), (4.0, "cps")])
+@pytest.mark.parametrize(("cfg", "sde_type"), [pytest.param(1.0, "sde", marks=pytest.mark.slow), (4.0, "cps")])
 def test_the_trainer_replays_a_video(cfg: float, sde_type: str, loaded: Any, prompt: Prompt) -> None:
     kind, policy, _ = loaded
     size = SIZES[kind][0]
