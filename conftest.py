@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection() -> Iterator[None]:
     """Collecting imports millions of objects that stay: Python's search for garbage is off meanwhile, and then leaves
     them out, at the end of the session too. What tests leave behind is small, and is searched for less often."""
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(50_000, 10, 10)
     gc.disable()
     try:
         return (yield)
