@@ -45,6 +45,10 @@ UPDATES = {
     "dpo": 1,
     "flow_grpo_fast": 2,
     "flow_cps": 2,
+    "vgrpo": 1,
+    "awm": 1,
+    "dgpo": 1,
+    "crd": 1,
 }
 """Algorithm to optimizer steps per batch, in the order in which the algorithms are trained. The published
 policy-gradient recipes take two, because their clips and masks have no effect before the second. The recipes found on

@@ -131,14 +131,14 @@ def _against_sync(results: Sequence[Result], variant: str) -> str:
 def _fast(results: Sequence[Result]) -> str:
     """Returns score differences and time ratios of the fast recipe, paired by seed; its scores should not be lower."""
     lines = []
-    for key in ("ocr", "other_reader", "variety"):
+    for key in ("ocr", "other_reader", "variety", "contrast"):
         if differences := score_differences(results, FAST, AGAINST, key=key):
             shown = ", ".join(f"{each:+.3f}" for each in differences)
             lines.append(f"{key} of {FAST} less that of {AGAINST}, by seed: {shown}")
+    if ratios := time_ratios(results, FAST, AGAINST):
+        lines.append(f"Seconds of {FAST} ÷ {AGAINST}, by seed: {_listed(ratios)}")
     if reached := goal_ratios(results, FAST, AGAINST, GOAL):
-        lines.append(
-            f"Seconds of {FAST} ÷ {AGAINST} until the first evaluation of {GOAL:g} or more: {_listed(reached)}"
-        )
+        lines.append(f"The same until the first evaluation of {GOAL:g} or more: {_listed(reached)}")
     return "\n" + "\n\n".join(lines) if lines else ""
 
 
