@@ -91,8 +91,12 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
         say(f"{'report':8} {path}: {share} runs\n")
 
 
-# Options of Hydra that take no value.
-HYDRAS = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion")
+# Options of Hydra that command_line does not read.
+HYDRAS = (
+    *("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion"),
+    "--experimental-rerun",
+)
+READ = ("--config-name", "--config-dir", "--config-path", "--cfg", "--package", "--info")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,7 +114,7 @@ def command_line(arguments: Sequence[str]) -> tuple[argparse.Namespace, bool]:
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if wrong := next((flag for flag in unknown if flag.startswith("--") and flag not in HYDRAS), None):
         name = wrong.partition("=")[0]
-        near = did_you_mean(name, ("--config-name", "--config-dir", *HYDRAS), mistyped=True)
+        near = did_you_mean(name, (*READ, *HYDRAS), mistyped=True)
         raise ConfigError(f"{name} is no option; a setting is written without dashes, key=value{near}")
     return options, bool(options.hydras or unknown or any(is_hydras(override) for override in options.overrides))
 

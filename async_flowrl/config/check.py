@@ -54,7 +54,7 @@ def _mode(config: Config) -> Iterator[str]:
     mode = config.mode
     if mode is None or mode == config.mode_name:
         return
-    other = f"; these settings are --config-name {config.mode_name}"
+    other = f"; --config-name {mode} sets it, and mode=null allows every setting"
     if (staleness := MEANT_STALENESS[mode]) != MEANT_STALENESS[config.mode_name]:
         yield f"mode={mode} means max_staleness={staleness}, got {config.max_staleness}{other}"
     yield f"mode={mode} means hand_over={'batch' if mode == 'sync' else 'stream'}, got {config.hand_over}{other}"

@@ -42,8 +42,9 @@ EXPERIMENT = "two_prompts"
 # Version of Hydra whose defaults apply.
 VERSION_BASE = "1.3"
 # Hydra's own settings without its help, logging, launchers and sweepers: they take a third of the time of composing,
-# and only what Hydra starts (a sweep) reads them.
-LIGHT = OmegaConf.structured(HydraConf(defaults=[{"output": "default"}]))
+# and only what Hydra starts (a sweep) reads them. A file of one's own can still choose them.
+UNREAD = ("help", "hydra_help", "hydra_logging", "job_logging", "callbacks", "env", "launcher", "sweeper")
+LIGHT = OmegaConf.structured(HydraConf(defaults=[{"output": "default"}, *({group: None} for group in UNREAD)]))
 # Type of a configuration field → the type in words, for messages.
 WORDS: dict[Any, str] = {
     int: "an integer",
@@ -292,7 +293,7 @@ def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, 
         if prefixed.startswith("~") and not options and get_origin(_field(key.rpartition(".")[0])[0]) is not dict:
             raise ConfigError(f"{prefixed}: only entries of a dictionary, such as ~reward.terms.color, can be deleted")
         value, obstacle = _value(readable, sweeps=sweeps)
-        unnamed = value is None and not prefixed.startswith("~")
+        unnamed = not prefixed.startswith("~") and not isinstance(value, str | list | dict)
         if options and (unnamed or (isinstance(value, str) and value not in options)):
             raise ConfigError(unknown_name(key, text, options))
         if obstacle:

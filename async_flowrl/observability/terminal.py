@@ -3,9 +3,10 @@
 import io
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from async_flowrl.config import exit_codes
 
@@ -16,12 +17,22 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     """Ends this process with the exit code of `main`, the entry point of a verb; of Ctrl-C, with a line on stderr."""
     show_what_can_be_shown()
     try:
-        sys.exit(main())
+        try:
+            code: Any = main()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+        sys.exit(code)
     except KeyboardInterrupt:
         say("async_flowrl: interrupted\n", sys.stderr)
         sys.exit(exit_codes.INTERRUPTED)
-    except BrokenPipeError:  # of `| head`, behind what Hydra prints itself: --help, --cfg
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+    except BrokenPipeError:
+        reader = select.poll()
+        reader.register(sys.stdout, 0)
+        if not reader.poll(0):
+            raise  # of a socket or a worker
+        # Behind `| head`: what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(exit_codes.ERROR)
 
 

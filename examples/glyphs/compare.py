@@ -119,17 +119,18 @@ def main() -> None:
 def sections(found: Sequence[Result]) -> dict[str, list[Result]]:
     """Splits the results into the sections of the page; a key is the name of the section's markers.
 
-    `fast` and `full` (whole weights) also hold the runs of the recipe they are compared with, for the same seeds;
-    `quantized` and `looks` have all of them.
+    `fast` and `full` (whole weights) also hold the runs of the recipe they are compared with, for the same seeds. Those
+    of `fast` are in no other section; `quantized` and `looks` have all others.
     """
     parts = {FLOW_GRPO: "flow_grpo", FAST: FAST, FULL: FULL, **dict.fromkeys(QUANTIZED, "quantized")}
     parts |= dict.fromkeys(LOOKS, "looks")
     grouped: dict[str, list[Result]] = {"compare": [], **{name: [] for name in parts.values()}}
     for result in found:
-        grouped[parts.get(result.variant, parts.get(result.variant.split("_")[0], "compare"))].append(result)
-    for name in (FAST, FULL):
-        seeds = {result.seed for result in grouped[name]}
-        grouped[name] += [r for r in grouped["compare"] if r.variant == AGAINST and r.seed in seeds]
+        section = parts.get(result.variant, parts.get(result.variant.split("_")[0], "compare"))
+        paired = result.variant == AGAINST and result.seed in JUDGED_FAST
+        grouped[FAST if paired else section].append(result)
+    seeds = {result.seed for result in grouped[FULL]}
+    grouped[FULL] += [r for r in grouped["compare"] if r.variant == AGAINST and r.seed in seeds]
     for name in ("quantized", "looks"):
         if grouped[name]:
             grouped[name] += [r for r in grouped["compare"] if r.variant == AGAINST]
@@ -199,7 +200,7 @@ def collect(name: str, seed: int, folder: Path, copies: int, sampling_steps: int
         reward=[round(value, 4) for value in curve.reward],
         evaluations=[(step, round(score, 4)) for step, score in curve.evaluations],
         final={key: round(value, 4) for key, value in final.items()},
-        load=os.getloadavg()[2],
+        load=os.getloadavg()[1],
         niceness=os.nice(0),
         cores=os.cpu_count() or 1,
     )

@@ -34,7 +34,7 @@ class Result:
     final: dict[str, float]
     """Scores of the trained LoRA (`audit.scores`); empty if it was not measured."""
     load: float
-    """Load average of the machine over 15 minutes, taken after the run."""
+    """Load average of the machine over five minutes, taken after the run (older results: over 15)."""
     niceness: int
     """Above 0 the run got only the processor time that others left, so its seconds are not used."""
     cores: int

@@ -1,5 +1,6 @@
 """Tests of the command line: text is taken as typed, a dictionary gets entries that it lacks, errors name the key."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ def test_a_dictionary_gets_what_it_lacks(override: str, found: dict[str, Any]) -
         ("evaluate.every=null", "evaluate.every must be an integer, got null$"),
         ("rollout.resolutions.0=32", "rollout.resolutions must be a list"),
         ("trainer=null", "trainer must be one of .*, got 'null'"),
+        ("trainer=1", "trainer must be one of .*, got '1'"),
         ("+foo.bar=1", "foo.bar is unknown.*, got 'foo'"),
         ("--config_name=sync", "--config_name .*; did you mean '--config-name'"),
         ("--trainer.learning_rate=1", "--trainer.learning_rate is no option.* key=value$"),
@@ -61,3 +63,11 @@ def test_a_dictionary_gets_what_it_lacks(override: str, found: dict[str, Any]) -
 def test_what_is_wrong_is_named(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         compose_config(overrides=command_line([override])[0].overrides)
+
+
+@pytest.mark.parametrize("group", ["launcher", "sweeper"])
+def test_a_file_of_ones_own_chooses_groups_of_hydra(group: str, tmp_path: Path) -> None:
+    lines = ["defaults:", "- one_step_off", f"- override hydra/{group}: basic", "- _self_"]
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    chosen = composed("own", [], tmp_path).hydra[group]
+    assert chosen._target_.startswith("hydra._internal.core_plugins.basic_")

@@ -40,10 +40,20 @@ def test_what_nobody_reads_is_dropped_and_said_once(name: str, tmp_path: Path) -
     assert said.count(f"nobody reads <{name}> any more") == 1
 
 
-def test_what_only_prints_ends_without_a_traceback() -> None:
-    program = (
-        "from async_flowrl.observability.terminal import run_program; run_program(lambda: print('x' * 200_000) or 0)"
-    )
+START = "from async_flowrl.observability.terminal import run_program; "
+
+
+@pytest.mark.parametrize("letters", [2, 200_000])
+def test_what_only_prints_ends_without_a_traceback(letters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    program = f"import time; {START} time.sleep(1); run_program(lambda: print('x' * {letters}) or 0)"
     command = f"{sys.executable} -c {shlex.quote(program)} | true"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_a_broken_pipe_of_a_socket_is_loud() -> None:
+    program = f"import os, socket; {START} a, b = socket.socketpair(); b.close(); run_program(lambda: a.send(b'x'))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "BrokenPipeError" in ended.stderr

@@ -97,9 +97,7 @@ def on_white(image: Image.Image) -> Image.Image:
     return white
 
 
-@pytest.mark.parametrize(
-    ("cfg", "kind", "size"), [pytest.param(1.0, "sde", 32, marks=pytest.mark.slow), (4.0, "cps", (32, 64))]
-)
+@pytest.mark.parametrize(("cfg", "kind", "size"), [(1.0, "sde", 32), (4.0, "cps", (32, 64))])
 def test_the_trainer_replays_a_trajectory(policy: Policy, family: str, cfg: float, kind: str, size: Resolution) -> None:
     """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row."""
     sampling = replace(how(family, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size)
