@@ -78,12 +78,12 @@ def load_all(folder: Path) -> list[Result]:
 
 
 def pairs(results: Sequence[Result], one: str, other: str) -> list[tuple[Result, Result]]:
-    """Returns pairs of runs (of `one`, of `other`) with the same seed and the same number of images."""
-    found = {(r.variant, r.seed, r.images[-1]): r for r in results}
+    """Returns pairs of runs (of `one`, of `other`) with the same seed."""
+    found = {(r.variant, r.seed): r for r in results}
     return [
-        (result, found[other, seed, images])
-        for (variant, seed, images), result in sorted(found.items(), key=lambda item: item[0])
-        if variant == one and (other, seed, images) in found
+        (result, found[other, seed])
+        for (variant, seed), result in sorted(found.items(), key=lambda item: item[0])
+        if variant == one and (other, seed) in found
     ]
 
 
