@@ -93,7 +93,13 @@ def report_over(folders: Sequence[Path], jobs: int) -> None:
 
 # Options of Hydra that command_line does not read.
 HYDRAS = (
-    *("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--shell-completion"),
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--resolve",
+    "--run",
+    "--multirun",
+    "--shell-completion",
     "--experimental-rerun",
 )
 READ = ("--config-name", "--config-dir", "--config-path", "--cfg", "--package", "--info")

@@ -169,6 +169,7 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
 
 @contextmanager
 def _registered(*, light: bool) -> Iterator[None]:
+    # Within initialize_config_dir, which registers what Hydra's plugins have: here that would be forgotten.
     store = ConfigStore.instance()
     whole, hydras = store.repo, store.repo["hydra"]
     if light:
@@ -339,8 +340,8 @@ def explain(error: Exception) -> str:
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
         return f"{key} must be {expected}" + (", got null" if "is not Optional" in reason else f": {reason}")
-    if missing := re.search(r"(?i)missing mandatory value: (\w+)", text):
-        return f"{missing[1]} has no value: ??? stands for one that is still missing"
+    if missing := re.search(r"(?i)missing mandatory value: (\w+)(?:\s+full_key: ([\w.]+))?", text):
+        return f"{missing[2] or missing[1]} has no value: ??? stands for one that is still missing"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
     shown = "; ".join(line for line in lines if not line.startswith(("object_type=", "reference_type=", "full_key:")))
     return f"{full}: {shown}" if (full := getattr(error, "full_key", None)) else shown

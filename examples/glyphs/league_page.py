@@ -167,7 +167,8 @@ def draw(league: League, out: Path) -> None:
         panel.set(xlabel=axis, ylim=(0, 1))
         panel.grid(alpha=0.3)
     grid[0][0].set_ylabel("OCR score of held-out words")
-    grid[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    lines, names = grid[0][0].get_legend_handles_labels()  # Of all, those without a known pace, too.
+    grid[0][-1].legend(lines, names, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(out, dpi=110)
     pyplot.close(figure)
