@@ -66,8 +66,9 @@ class PoolSpec:
     workers_per_node: int | None = None
     # Environment variables, set in the process of every worker before its factory is imported (Ray only).
     environment: Mapping[str, str] = field(default_factory=dict)
-    # Settings of torch's memory allocator for workers with a GPU, if their environment has none (Ray only).
-    allocator: str = ""
+    # True lets segments of torch's memory allocator grow, so that blocks of many sizes leave no gaps. It holds for
+    # workers with a GPU whose environment has no settings of the allocator, where the driver can do it (Ray only).
+    expandable_segments: bool = False
     min_workers: int | None = None  # Number of workers with which the pool may start; None means num_workers.
     # Number of workers up to which the pool grows while nodes have room; None means num_workers.
     max_workers: int | None = None

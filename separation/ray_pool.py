@@ -254,7 +254,7 @@ class RayWorker:
             self.name,
             threads=self._spec.threads,
             environment={**self._spec.environment, **hidden},
-            allocator=self._spec.allocator if owns_gpu else "",
+            expandable_segments=self._spec.expandable_segments and owns_gpu,
             log_file=str(self._log) if self._log else None,
         )
 

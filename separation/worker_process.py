@@ -19,6 +19,8 @@ from typing import Any, NoReturn, TypeVar
 
 from separation.group import WorkerDied
 
+log = logging.getLogger(__name__)
+
 # Environment variables from which torch reads settings of its memory allocator; the first is the current name.
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -83,21 +85,48 @@ class Host:
 
 
 class ProcessHost(Host):
-    """A Host in a process of its own, with its output in `log_file`; `allocator` is torch's if no variable sets it."""
+    """A Host in a process of its own, with its output in `log_file`; `expandable_segments` as in PoolSpec."""
 
     def __init__(
-        self, name: str, *, threads: int, environment: Mapping[str, str], allocator: str, log_file: str | None
+        self,
+        name: str,
+        *,
+        threads: int,
+        environment: Mapping[str, str],
+        expandable_segments: bool,
+        log_file: str | None,
     ) -> None:
         os.environ.update({**thread_environment(threads), **environment})
-        if allocator and not any(name in os.environ for name in ALLOCATOR_NAMES):
-            os.environ[ALLOCATOR_NAMES[0]] = allocator
+        self._probes = expandable_segments and not any(name in os.environ for name in ALLOCATOR_NAMES)
+        if self._probes:
+            os.environ[ALLOCATOR_NAMES[0]] = "expandable_segments:True"
         super().__init__(name, threads=threads)
         if log_file is not None:
             redirect_output(Path(log_file))
 
+    def build(self, factory: str, arguments: Mapping[str, Any]) -> None:
+        if self._probes:
+            probe_expandable_segments()
+        super().build(factory, arguments)
+
     def watch(self) -> None:
         """Never returns, so that the caller learns of this process's end: its pending call of `watch` then fails."""
         threading.Event().wait()
+
+
+def probe_expandable_segments() -> None:
+    """Turns expandable segments off in this process if its driver cannot map memory, as some under WSL and on vGPUs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.empty(1, device="cuda")
+    except torch.OutOfMemoryError:
+        pass  # The driver can; the worker will say what has no room.
+    except RuntimeError as error:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        log.warning("segments of GPU memory cannot grow here, so more of it may be lost to gaps: %s", error)
 
 
 def limit_threads(count: int) -> None:
@@ -129,8 +158,6 @@ def redirect_output(path: Path) -> None:
 
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 
 class CallTable:

@@ -19,10 +19,6 @@ from separation.group import PoolSpec, WorkerGroup
 if TYPE_CHECKING:
     from async_flowrl.run.prepare import Prepared
 
-# Setting of torch's CUDA allocator that lets its segments grow, so that blocks of many sizes (FSDP2's shards, prompts
-# of any length) leave no gaps. vllm_omni cannot use it: its all-reduce between the GPUs of a worker cannot share such
-# memory.
-EXPANDABLE = "expandable_segments:True"
 # Environment that makes torch ask the driver whether there is a GPU, without initialising CUDA. Processes that
 # vllm_omni starts must not inherit an initialised CUDA.
 NVML_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -75,7 +71,7 @@ def shared_pool(config: Config) -> PoolSpec:
         workers_per_node=config.trainer.workers_per_node,
         same_code=OUR_CODE,
         environment={**config.rollout.environment, **config.trainer.environment},
-        allocator=EXPANDABLE,
+        expandable_segments=True,
     )
 
 
@@ -102,7 +98,7 @@ def separate_pools(config: Config) -> list[PoolSpec]:
             workers_per_node=config.trainer.workers_per_node,
             same_code=OUR_CODE,
             environment=config.trainer.environment,
-            allocator=EXPANDABLE,
+            expandable_segments=True,
         ),
         PoolSpec(
             ROLLOUT,
@@ -116,7 +112,7 @@ def separate_pools(config: Config) -> list[PoolSpec]:
             max_workers=config.rollout.max_workers,
             same_code=OUR_CODE,
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
-            allocator="" if vllm_omni else EXPANDABLE,
+            expandable_segments=not vllm_omni,  # its all-reduce cannot share such memory among a worker's GPUs,
         ),
     ]
 

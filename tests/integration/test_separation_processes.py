@@ -129,13 +129,11 @@ def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_
 
     The node with the GPUs is lost afterwards; a second one would take seconds to start.
     """
-    allocator = "expandable_segments:True"
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}
     pools = [
-        PoolSpec("owner", TOY, 2, gpus_per_worker=1.0, process_group=True, allocator=allocator),
-        PoolSpec(
-            "chooser", TOY, 1, gpus_per_worker=1.0, allocator=allocator, environment={"PYTORCH_CUDA_ALLOC_CONF": "x:1"}
-        ),
-        PoolSpec("none", TOY, 3, allocator=allocator),
+        PoolSpec("owner", TOY, 2, gpus_per_worker=1.0, process_group=True, expandable_segments=True),
+        PoolSpec("chooser", TOY, 1, gpus_per_worker=1.0, expandable_segments=True, environment=own),
+        PoolSpec("none", TOY, 3, expandable_segments=True),
     ]
 
     async def seen(worker: Worker) -> tuple[str | None, str | None]:
@@ -147,7 +145,8 @@ def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_
             async with cluster(pools, start_deadline=180) as groups:
                 owners = await together(*(seen(worker) for worker in groups["owner"].workers))
                 (chooser,) = await together(*(seen(worker) for worker in groups["chooser"].workers))
-                assert sorted([*owners, (chooser[0], allocator)]) == [(number, allocator) for number in "456"]
+                assert sorted(number for number, _ in [*owners, chooser]) == ["4", "5", "6"]
+                assert [settings for _, settings in owners] == ["expandable_segments:True"] * 2
                 assert chooser[1] is None, "the allocator is left to what the pool's environment says"
                 nothing = await together(*(seen(worker) for worker in groups["none"].workers))
                 assert nothing == [("", None)] * 3

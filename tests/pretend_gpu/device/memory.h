@@ -55,11 +55,17 @@ inline void release(void* context) {
   spare_blocks[{block.device, block.stream, block.size}].push_back(found->first);
 }
 
+inline bool set_to_expand() {
+  const char* settings = std::getenv("PYTORCH_ALLOC_CONF");
+  return settings && std::strstr(settings, "expandable_segments:True");
+}
+
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override { return on(current_device, bytes); }
   static c10::DataPtr on(DeviceIndex index, size_t bytes) {
     const Device device(CUDA, index);
     if (bytes == 0) return {nullptr, nullptr, &release, device};
+    TORCH_CHECK(!(std::getenv("PRETEND_NO_MAPPING") && set_to_expand()), "CUDA driver error: operation not supported");
     Locked lock(state_lock);
     const size_t size = (bytes + GRAIN - 1) / GRAIN * GRAIN;
     const StreamKey key = key_of(index, current_stream(index));
