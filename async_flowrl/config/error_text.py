@@ -23,9 +23,13 @@ def did_you_mean(
     `mistyped`: names of models are alike without being the same, so only a typing error gets a hint: at most two
     characters more or less, and no other number.
     """
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.9 if mistyped else 0.5)
-    if mistyped and near and (abs(len(name) - len(near[0])) > 2 or _digits(name) != _digits(near[0])):
-        return ""
+    known = list(names)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.9 if mistyped else 0.5)
+    if mistyped:
+        near = [one for one in near if abs(len(name) - len(one)) <= 2 and _digits(name) == _digits(one)]
+    else:  # one word of a name, such as grpo: the name with which two others begin is the plain one
+        words = [other for other in known if name in other.split("_")]
+        near = [word for word in words if sum(other.startswith(f"{word}_") for other in known) > 1] or near or words
     return f"; did you mean {shown(near[0])}?" if near else ""
 
 
