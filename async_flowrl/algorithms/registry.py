@@ -31,6 +31,7 @@ from async_flowrl.algorithms.window import (
     rows_per_image,
     trains_on_final_images,
 )
+from async_flowrl.config.check import names_elsewhere
 from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import AlgorithmConfig, Config
@@ -316,5 +317,7 @@ def unused_field(config: AlgorithmConfig) -> str | None:
         if member.name in SAYS_NOTHING and value == SAYS_NOTHING[member.name]:
             continue
         use = f"{', '.join(used_by)} {'uses' if len(used_by) == 1 else 'use'} it"
-        return f"algorithm.{member.name}={value} has no effect with {config.name}: leave it out; {use}"
+        other = [key for key, names in names_elsewhere().items() if member.name in names.split()]
+        meant = f" (elsewhere's {member.name} is {other[0]} here)" if other else ""
+        return f"algorithm.{member.name}={value} has no effect with {config.name}: leave it out{meant}; {use}"
     return None

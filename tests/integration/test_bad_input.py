@@ -90,6 +90,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["ticket_size=5"], "ticket_size group_size"),
     (["trainer.timesteps_per_forward=2", HERE], "trainer.timesteps_per_forward"),
     (["algorithm=dpo", "trainer.micro_batch_size=1", HERE], "trainer.micro_batch_size"),
+    (["algorithm.beta=0.04", HERE], "algorithm.beta flow_grpo algorithm.kl_coef"),
     (["algorithm=flow_cps", "rollout.num_inference_steps=3", HERE], "sde_window_size"),
     (["trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=3", "dry_run=true"], "trainer.shard_size"),
     (["checkpoint_engine.transport=nccl", "trainer.gpus_per_worker=0"], "trainer.gpus_per_worker"),

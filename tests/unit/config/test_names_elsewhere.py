@@ -10,7 +10,7 @@ from async_flowrl.config.compose import compose_config
 
 PAGES = Path(__file__).parents[3] / "docs" / "come_from"
 NO_SETTING = {
-    "GRPOConfig", "TrainingArguments", "config_file", "f", "num_batches_per_epoch", "parameter_sync_step",
+    "GRPOConfig", "TrainingArguments", "config_file", "f", "nnodes", "num_batches_per_epoch", "parameter_sync_step",
     "peft_config", "per_prompt_stat_tracking", "prompt_fn", "reward_weights", "separate_async", "train",
     "trainer_mode", "vllm_mode",
 }  # fmt: skip
@@ -47,6 +47,8 @@ def test_the_table_and_the_pages_say_the_same() -> None:
         ("config.train.beta", "algorithm.kl_coef or algorithm.beta"),
         ("actor_rollout_ref.rollout.n", "group_size"),
         ("trainer.rank", "lora.rank"),
+        ("max_steps", "total_steps"),
+        ("trainer.batch_size", "trainer.micro_batch_size or rollout.batch_size"),
     ],
 )
 def test_a_refusal_names_our_key(key: str, ours: str) -> None:
