@@ -101,9 +101,9 @@ class LineRows:
         try:
             row = json.loads(text, object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:  # no JSON, integers with too many digits, too deep nesting
-            raise PromptError(f"{self.where(index)}: not JSON: {first_line(error)}") from error
+            raise PromptError(f"{self.where(index)}: not JSON ({first_line(error)}): it must be {ONE_EACH}") from error
         if not isinstance(row, dict):
-            raise PromptError(f"{self.where(index)}: expected a JSON object, got {type(row).__name__}")
+            raise PromptError(f"{self.where(index)}: it must be {ONE_EACH}, got {type(row).__name__}")
         return row
 
 
@@ -157,6 +157,7 @@ class TableRows:
             yield from batch.to_pylist()
 
 
+ONE_EACH = "one JSON object on each line"
 # The rows of one file in its order. `where` names the place of a row, `row` returns its columns (or raises
 # PromptError), `scan` yields all rows, faster, with a PromptError in place of a row that cannot be read, and `left_out`
 # names the columns that hold bytes and are not read. `folder` is that from which paths of images are looked up.
@@ -174,7 +175,9 @@ def open_rows(path: Path, key: str, images: Sequence[str] = ()) -> Rows:
         return LineRows(path, key)
     if path.suffix == ".parquet":
         return TableRows(path, [path], key, images)
-    raise PromptError(unknown_name(f"the ending of {path}", path.suffix, (".txt", ".jsonl", ".parquet")))
+    array = f"; `jq -c '.[]' {path.name} > {path.name}l` writes an array like that" if path.suffix == ".json" else ""
+    lines = f".txt (a prompt on each line), .jsonl ({ONE_EACH}) and .parquet"
+    raise PromptError(f"{path} ends in {path.suffix!r}, and what is read is {lines}{array}")
 
 
 def split_files(path: Path, split: str) -> list[Path] | None:

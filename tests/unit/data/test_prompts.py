@@ -87,12 +87,14 @@ def test_quoted_target(text: str, target: str | None) -> None:
         ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', ":1"),
         ("ids.jsonl", '{"prompt": "a"}\n{"prompt": "a", "prompt_token_ids": [1, -1]}\n', ":2"),
         ("data.csv", "prompt\na\n", ""),
+        ("data.json", '[{"prompt": "a"}]', ".*jq.* > data.jsonl"),
+        ("array.jsonl", '[{"prompt": "a"}]', ":1"),
         ("fake.parquet", "hello", ""),
     ],
 )
 def test_bad_files_are_refused_with_file_and_line(tmp_path: Path, name: str, content: str, line: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(PromptError, match=re.escape(str(tmp_path / name) + line)) as error:
+    with pytest.raises(PromptError, match=re.escape(str(tmp_path / name)) + line) as error:
         load(tmp_path / name)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
