@@ -30,6 +30,8 @@ PIPELINES = {
 }
 
 TINY = "tiny"
+# Folder of a clone, which is not in the wheel, with the models of experiment=glyphs and its kin.
+CLONES = "examples/glyphs/"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Files of configs/family/: for tiny models (its values replace those of their family), and for families without a file.
 TOY, OTHER = "toy", "other"
@@ -84,6 +86,8 @@ def local_index(path: str) -> Path | None:
     if not _HUB_NAME.fullmatch(path):
         near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
         reason = "no such folder" if local.is_absolute() else f"no such folder in {Path.cwd()}"
+        if path.startswith(CLONES):
+            reason += ", and it comes with a clone of the repository alone: start the run in the root of one"
         raise ValueError(not_found(path, reason, near))
     return None
 

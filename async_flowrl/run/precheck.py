@@ -18,13 +18,13 @@ def precheck(config: Config) -> CheckedConfig:
     """Raises ConfigError, with one sentence, for the first wrong field, reward, file or folder."""
     try:
         check(config)
+        local_index(config.model.path)
         check_rewards(config.reward)
         check_curves(config)
         for key, file in (("data.train", config.data.train), ("data.evaluation", config.data.evaluation)):
             if file is not None:
                 find_data(file, key=key, folder=True)
         check_output(config)
-        local_index(config.model.path)
     except (ValueError, FileNotFoundError, PermissionError) as error:
         raise ConfigError(str(error)) from error
     return CheckedConfig(config)

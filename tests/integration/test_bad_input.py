@@ -274,6 +274,15 @@ def test_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["glyphs", "glyphs_edit", "glyphs_motion"])
+def test_an_experiment_of_a_clone_elsewhere(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refuse([f"experiment={name}", "dry_run=true"], capsys, monkeypatch)
+    assert "model.path" in message and "clone" in message and len(message.splitlines()) == 1
+
+
 def test_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     full, file = tmp_path / "full", tmp_path / "file"
     full.mkdir()
