@@ -1,6 +1,7 @@
 """Results of a run: `finish` writes weights, summary, timeline and report when the training has ended."""
 
 import asyncio
+import json
 import logging
 import os
 import shlex
@@ -97,6 +98,16 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
         return summary
 
     return await asyncio.to_thread(write)
+
+
+def nothing_to_do(config: Config, directory: RunDirectory, version: int) -> str | None:
+    """Returns a sentence if a resume at `version` would find every step made, and all results whole; else None."""
+    if not directory.summary.is_file() or not directory.trained(config.tune).is_dir() or version < config.total_steps:
+        return None
+    summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+    if summary["steps"] != version or version < summary["total_steps"] or summary["failed"]:
+        return None
+    return f"{shown(directory.root)} is finished after {version} steps: total_steps={config.total_steps} adds none"
 
 
 def prompts_of(prepared: Prepared) -> dict[str, Any]:

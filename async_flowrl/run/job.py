@@ -29,7 +29,7 @@ from async_flowrl.observability.monitor import Monitor
 from async_flowrl.observability.run_directory import ATTEMPT, RunDirectory
 from async_flowrl.observability.terminal import refuse, say
 from async_flowrl.run.describe import dry_run_lines, first_lines
-from async_flowrl.run.finish import Ending, after_failure, conclude, finish
+from async_flowrl.run.finish import Ending, after_failure, conclude, finish, nothing_to_do
 from async_flowrl.run.launch import (
     check_machine,
     check_pools,
@@ -73,6 +73,9 @@ def run(
             # This comes before the first write to the run directory, so a refused run leaves the directory unchanged.
             # Only damaged shares of a checkpoint are found later, by their ranks.
             resume = find_resume(prepared.requests, directory)
+            if sentence := nothing_to_do(prepared.config, directory, resume.version):
+                say(f"{sentence}\n")
+                return exit_codes.OK
             if config.dry_run:
                 directory.claim()
                 say(dry_run_lines(prepared, directory.root, resume))

@@ -77,3 +77,10 @@ def test_a_resume_sees_what_was_edited(
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto") == 0
     assert go(tmp_path, f"total_steps={STEPS + 2}", "resume=auto", "lora.alpha=3") == 2
     assert "lora.alpha was" in capsys.readouterr().err
+
+    # All steps are made: its files stay as they are.
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").glob("*.json*")}
+    for steps in (STEPS, STEPS + 2):
+        assert go(tmp_path, f"total_steps={steps}", "resume=auto") == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1
+    assert {path: path.stat().st_mtime_ns for path in written} == written
