@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -76,8 +77,11 @@ class RunDirectory:
 
     def claim(self) -> None:
         folder = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"output_dir={self.root} cannot be written: {folder} is no folder to write in")
+        try:
+            with TemporaryDirectory(dir=folder):  # os.access says yes to root, whatever the file system says
+                pass
+        except OSError as error:
+            raise ConfigError(f"output_dir={self.root} cannot be written: {folder}: {error.strerror}") from error
         if is_held(self.root / ".lock"):
             raise ConfigError(IN_USE.format(self.root))
 
