@@ -10,6 +10,7 @@ from async_flowrl.config.placement import placement_of
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.controller.resume import START, Resume
 from async_flowrl.observability.terminal import named_lines
+from async_flowrl.rewards.registry import resolve_term
 from async_flowrl.run.nodes import LABEL_CHARACTERS
 from async_flowrl.run.pools import outline
 from async_flowrl.run.prepare import Prepared, doubts_of
@@ -46,6 +47,9 @@ def dry_run_lines(prepared: Prepared, directory: Path, resume: Resume = START) -
         ("tickets", f"{plan.tickets_per_step} of {config.images_per_ticket} images a step"),
         ("payload", f"at most {payload:.1f} MB in the object store"),
     ]
+    terms = config.reward.terms | config.evaluate.reward.terms
+    if servers := [key for key, term in terms.items() if hasattr(resolve_term(key, term), "wants_server")]:
+        rows.append(("unasked", f"the servers of {', '.join(servers)}: whether they answer shows when the run scores"))
     warnings = "".join(f"WARNING: {sentence}\n" for sentence in doubts_of(prepared))
     return f"{first_lines(prepared, directory, resume)}{named_lines(rows, LABEL_CHARACTERS)}{warnings}"
 

@@ -122,6 +122,7 @@ def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
         *["uv", "run", "--isolated", "--no-project", "--with", "vllm==0.30.0"]
     ]
     assert "server/vlm_ocr 2 × " in dry_run_lines(prepared, tmp_path)
+    assert "unasked    the servers of vlm_ocr" in dry_run_lines(prepared, tmp_path)
     assert gpus_taken(prepared.config) == 4 + 4 + 2
     plain = recipe("qwen_image_ocr", tmp_path)
     plain.reward, prepared.config.model.dtype = prepared.config.reward, plain.model.dtype
