@@ -24,8 +24,7 @@ from async_flowrl.controller.scoring import asked_until_scored
 from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import estimate
 from async_flowrl.policies import trained_file
-from async_flowrl.policies.base import Policy
-from async_flowrl.policies.pipeline import IMAGE, with_euler_steps
+from async_flowrl.policies.pipeline import IMAGE, PipelinePolicy, with_euler_steps
 from async_flowrl.policies.registry import PromptCheck, family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
@@ -163,7 +162,7 @@ async def _scored(
     return results, shown
 
 
-def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:
+def _images(pipeline: Any, policy: PipelinePolicy, job: Job, prompt: Prompt, place: int, seed: int) -> ByteArray:
     size = job.resolution(place)
     how = replace(sampling_of(job.config), resolution=size)
     if prompt.negative is not None:
@@ -175,14 +174,14 @@ def _images(pipeline: Any, policy: Policy, job: Job, prompt: Prompt, place: int,
     return run_pipeline(pipeline, job.config.model, how, text, len(latents), latents=latents, **options)
 
 
-def noise(config: Config, policy: Policy, size: Resolution, place: int, seed: int) -> Tensor:
+def noise(config: Config, policy: PipelinePolicy, size: Resolution, place: int, seed: int) -> Tensor:
     """Initial latents [n, ...] in the model family's layout; `evaluate.seed` gives those of a run's evaluations."""
     shape = policy.latent_shape(size)
     seeds = [derive(seed, "evaluation", place, image) for image in range(config.evaluate.images_per_prompt)]
     return torch.stack([torch.randn(shape, generator=generator(image_seed)) for image_seed in seeds])
 
 
-def _conditioning(policy: Policy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
+def _conditioning(policy: PipelinePolicy, prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
     # Returns the prompt's text, or None and embeddings if it has a system prompt or token ids; and more options.
     like = next(policy.transformer.parameters())
     options: dict[str, Any] = {}

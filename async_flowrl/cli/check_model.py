@@ -31,11 +31,9 @@ from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.data.condition_images import examined, written
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import in_diffusers, pipeline_class, write_stamp
 from async_flowrl.policies.lora import add_lora, lora_parameters
-from async_flowrl.policies.pipeline import with_euler_steps
-from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
 from async_flowrl.policies.registry import DTYPES, PromptCheck, ResolvedModel, load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.rollout.text_encoder import encode_one
@@ -105,7 +103,7 @@ class Job:
     """One comparison: a model, the policy of its family around the stock pipeline, and the sampling settings."""
 
     model: ResolvedModel
-    policy: Policy
+    policy: PipelinePolicy
     pipeline: Any
     config: ModelConfig
     sampling: Sampling
@@ -208,11 +206,9 @@ def job_of(
     config = replace(config, family=model.family, dtype=model.dtype)
     if not in_diffusers(name := pipeline_class(model.path, model.revision)):
         raise ValueError(f"diffusers has no {name}: there is no stock pipeline to compare {model.family} with")
-    if isinstance(family, PipelineFamily) and family.policy.images[0] and not images:
+    if family.policy.images[0] and not images:
         images = (drawn_image(),)
     PromptCheck(model, targets=False)(Prompt(0, prompt, images=images))
-    if not hasattr(family, "around"):
-        raise ValueError(f"{model.family} has no around(pipeline, dtype, max_sequence_length), which tools compare")
     pipeline = open_pipeline(config, sampling, device)
     stock, pipeline.scheduler = pipeline.scheduler, with_euler_steps(pipeline.scheduler)
     replaced = type(stock).__name__ if pipeline.scheduler is not stock else None
@@ -363,7 +359,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _adapted(policy: Policy) -> dict[str, Tensor]:
+def _adapted(policy: PipelinePolicy) -> dict[str, Tensor]:
     # The weights are random, so that the LoRA changes the output.
     add_lora(policy.transformer, LORA_CONFIG, policy, seed=0)
     weights = lora_parameters(policy.transformer)

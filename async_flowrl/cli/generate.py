@@ -28,7 +28,6 @@ from async_flowrl.image_file import opened
 from async_flowrl.observability.images import animation, grid
 from async_flowrl.observability.terminal import refuse
 from async_flowrl.policies import lora_file, trained_file
-from async_flowrl.policies.base import PolicyFamily
 from async_flowrl.policies.pipeline import over_white
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import (
@@ -116,8 +115,7 @@ def open_pipeline(model: ModelConfig, how: Sampling, device: str) -> Any:
     """The stock pipeline of the model on `device`. ValueError for too few steps, and for guidance that it ignores."""
     resolved = resolve_model(model)
     resolved.check_distilled({"the guidance scale": how.true_cfg_scale})
-    if isinstance(family := load_family(resolved.family), PipelineFamily):
-        family.policy.check_steps(how.num_inference_steps)
+    load_family(resolved.family).policy.check_steps(how.num_inference_steps)
     pipeline = load_pipeline(resolved, dtype=resolved.dtype, device=device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -167,7 +165,7 @@ def makes_videos(pipeline: Any) -> bool:
 
 
 def arguments_of(
-    pipeline: Any, model: ModelConfig, how: Sampling, family: PolicyFamily | None = None
+    pipeline: Any, model: ModelConfig, how: Sampling, family: PipelineFamily | None = None
 ) -> dict[str, Any]:
     """Returns the arguments with which a stock pipeline, or its class with a `family`, samples as `how` says."""
     height, width = height_width(how.resolution)

@@ -28,7 +28,6 @@ from async_flowrl.observability.events import read_events
 from async_flowrl.observability.images import SOURCES
 from async_flowrl.observability.metrics import Metrics
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.stored import EXPERTS
 from async_flowrl.policies.stored import FOLDER as WHOLE
@@ -202,7 +201,7 @@ def _edits(source: Source) -> bool:
     family = None
     with suppress(ValueError, OSError):  # a model that is not here
         family = load_family(resolve_model(source.model).family) if source.model is not None else None
-    needed = isinstance(family, PipelineFamily) and family.policy.images[0] > 0
+    needed = family is not None and family.policy.images[0] > 0
     return needed or (source.run is not None and (source.run / "images" / SOURCES).is_dir())
 
 

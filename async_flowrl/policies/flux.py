@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import tiny
-from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import IMAGE, PipelinePolicy, from_squares, on_host, squares
+from async_flowrl.policies.pipeline import IMAGE, JOINT_ATTENTION, PipelinePolicy, from_squares, on_host, squares
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Prompt, Sampling
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import flux, tiny, z_image
-from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import on_host, squares
+from async_flowrl.policies.pipeline import JOINT_ATTENTION, on_host, squares
 from async_flowrl.types import Conditioning, EncoderInput, Sampling, TextWithImages
 
 # Layers of the text encoder whose outputs stand side by side in an embedding: diffusers' default.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from async_flowrl.config.error_text import unknown_name
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 
 # Times that the code of one kind of block may be compiled in a process: with and without gradients, for one row and for
 # several, and for whatever else torch finds new. torch's own limit, 8, would be shared by trainer rank and rollout
@@ -57,7 +57,7 @@ def check_attention(transformer: nn.Module, name: str) -> None:
         raise ValueError(f"model.attention_backend={name} has no effect on {kind}: diffusers does not dispatch it")
 
 
-def compile_blocks(policy: Policy, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(policy: PipelinePolicy, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compiles each block in place with torch.compile, so names of parameters stay."""
     # Call it after gradient checkpointing is set up and before FSDP shards the network. The code is compiled for any
     # number of images, any image size and any length of text: by torch's default the first shapes of a process would

@@ -17,8 +17,8 @@ from async_flowrl.config.error_text import did_you_mean
 from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora_layer import ADAPTER, compute_copies, compute_dtype, lora_linear
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.stored import check_fits
 from async_flowrl.seeds import derive, generator, untouched_rng
 
@@ -26,7 +26,7 @@ from async_flowrl.seeds import derive, generator, untouched_rng
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: int) -> None:
+def add_lora(transformer: nn.Module, config: LoraConfig, policy: PipelinePolicy, seed: int) -> None:
     """Attaches a LoRA as PEFT adapter `default`, float32, with initial values, and freezes all other parameters.
 
     Call it before torch.compile and FSDP. Raises ValueError as `targeted_modules`, and for values out of bounds.
@@ -39,7 +39,7 @@ def add_lora(transformer: nn.Module, config: LoraConfig, policy: Policy, seed: i
     initialise(transformer, seed)
 
 
-def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
+def attach_lora(transformer: nn.Module, config: LoraConfig, policy: PipelinePolicy) -> None:
     """Attaches the LoRA without initial values, also to a transformer on the meta device; raises as `add_lora`."""
     import peft
 
@@ -57,7 +57,7 @@ def attach_lora(transformer: nn.Module, config: LoraConfig, policy: Policy) -> N
         parameter.data = parameter.data.to(torch.float32)
 
 
-def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: Policy) -> list[str]:
+def targeted_modules(transformer: nn.Module, config: LoraConfig, policy: PipelinePolicy) -> list[str]:
     """Returns the sorted names of the layers that get a LoRA. ValueError for a target without any, or if none is."""
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     targets = policy.lora_targets if config.targets is None else config.targets
@@ -145,7 +145,7 @@ def reference_mode(transformer: nn.Module) -> Iterator[None]:
             layer._disable_adapters = value
 
 
-def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) -> None:
+def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: PipelinePolicy) -> None:
     """Copies the LoRA of `lora.path` into the attached one. Raises ValueError for another rank, other layers or NaN."""
     where, source = f"lora.path {config.path}", lora_file.read(expanded(str(config.path)), "lora.path")
     if source.rank != config.rank:
@@ -156,7 +156,7 @@ def load_warm_start(transformer: nn.Module, config: LoraConfig, policy: Policy) 
             parameter.copy_(tensors[name])
 
 
-def read_teacher(label: str, path: str, config: LoraConfig, policy: Policy) -> dict[str, Tensor]:
+def read_teacher(label: str, path: str, config: LoraConfig, policy: PipelinePolicy) -> dict[str, Tensor]:
     """Returns the tensors of a LoRA by layout name, as the attached one would compute them. ValueError if it is unfit.
 
     A smaller rank is filled with zeros, which changes no output.
@@ -168,7 +168,7 @@ def read_teacher(label: str, path: str, config: LoraConfig, policy: Policy) -> d
     return _fitting(source.with_rank(config.rank), where, config, policy)
 
 
-def _fitting(source: lora_file.LoraFile, where: str, config: LoraConfig, policy: Policy) -> dict[str, Tensor]:
+def _fitting(source: lora_file.LoraFile, where: str, config: LoraConfig, policy: PipelinePolicy) -> dict[str, Tensor]:
     # Layers that cannot change the output (`policy.lora_exclude`) are ignored.
     lora_file.check_finite(source.tensors, where)
     tensors, excluded = source.with_alpha(config.alpha).tensors, re.compile(policy.lora_exclude or "")

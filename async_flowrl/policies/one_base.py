@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, load_policy
 from checkpoint_engine import base_digest
 
@@ -27,7 +27,7 @@ class OneBase:
         return "_read" in vars(self)
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> PipelinePolicy:
         """The policy that samples. It is read from the files on the first access and then has no adapter."""
         return self._read[0]
 
@@ -37,7 +37,7 @@ class OneBase:
         return self._read[2]
 
     @cached_property
-    def _read(self) -> tuple[Policy, dict[str, Tensor], str]:
+    def _read(self) -> tuple[PipelinePolicy, dict[str, Tensor], str]:
         # Taken before an adapter is attached, because that changes the names of the adapted layers' parameters.
         policy = load_policy(self._model, dtype=self._model.dtype, device=self._device, parts=self._parts)
         state = dict(cast("Any", policy.transformer).state_dict(keep_vars=True))

@@ -1,13 +1,13 @@
-"""Base class of policies that wrap a diffusers pipeline: schedule, image size, guidance, decoding.
+"""Base class of policies, which wrap a diffusers pipeline: schedule, image size, guidance, decoding.
 
 The file of a model family adds the shape of latents, the network's arguments, and the encoding of prompts.
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.resolution import Resolution, frames_of, height_width, in_pixels, in_words, of_sides
 from async_flowrl.image_file import opened
-from async_flowrl.policies.base import Policy, Shapes
 from async_flowrl.types import Conditioning, EncoderInput, Sampling, TextWithImages, TokenIds
 
 # Names of text encoders among a pipeline's components, and of one of images that is used beside them.
@@ -31,6 +30,16 @@ IMAGE = "image_{}"
 IMAGE_AREA = 1024**2
 # Keys of configurations of VAEs that list stages. All but the last halve the side; of the first key, all do.
 _STAGES = ("temperal_downsample", "encoder_block_out_channels", "block_out_channels")
+# diffusers' names of the linear layers in an attention over image and text: four for the image, four for the text.
+_IMAGE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+JOINT_ATTENTION = (*_IMAGE_ATTENTION, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")
+
+
+class Shapes(NamedTuple):
+    """Shapes of float32 arrays in a rollout, without batch dimension: latents, and conditioning by name."""
+
+    latents: tuple[int, ...]
+    conditioning: Mapping[str, tuple[int, ...]]
 
 
 def scale_factor(vae: Mapping[str, Any], stages: str | None = None) -> int:
@@ -114,9 +123,17 @@ def with_euler_steps(scheduler: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(shift=shift)
 
 
-class PipelinePolicy(Policy):
-    """A policy that wraps a diffusers pipeline; without a pipeline (in the trainer) it cannot encode or decode."""
+class PipelinePolicy(ABC):
+    """A flow-matching network with schedule, guidance, text encoders and VAE. Latents are [n, ...] in any layout.
 
+    It wraps a diffusers pipeline; without one (in the trainer) it cannot encode or decode. `family` is its family's
+    name in the registry. `transformer` is the only module that is trained; a LoRA is attached to it as PEFT adapter
+    `default`, to the linear layers whose names end in one of `lora_targets` (the default of `lora.targets`).
+    """
+
+    family: ClassVar[str]
+    transformer: nn.Module
+    lora_targets: Sequence[str]
     # docs/extending/model.md explains these and the optional methods. Name of the model in messages:
     title: ClassVar[str]
     # Smallest number of denoising steps for which the model's schedule exists.
@@ -182,8 +199,26 @@ class PipelinePolicy(Policy):
             raise ValueError(f"model.max_sequence_length must be at most {longest} for {self.title}, got {length}")
 
     @property
+    def lora_exclude(self) -> str | None:
+        """Regular expression for the full names of layers that cannot change the output, and so get no LoRA."""
+        return None
+
+    @property
     def blocks(self) -> Sequence[nn.Module]:
+        """The transformer's blocks in forward order: units of FSDP, torch.compile and gradient checkpointing."""
         return list(cast("nn.ModuleList", self.transformer.transformer_blocks))
+
+    @property
+    def experts(self) -> Sequence[str]:
+        """Names of the parts of the transformer, all alike, of which a noise level uses one; () if it uses all of it.
+
+        A part that no row of an optimizer step used is left as it is by this step.
+        """
+        return ()
+
+    def stock_latents(self, latents: Tensor, resolution: Resolution) -> Tensor:
+        """Returns initial latents in the shape in which the stock pipeline takes them as its argument `latents`."""
+        return latents
 
     @property
     def embeds_guidance(self) -> bool:
@@ -192,6 +227,7 @@ class PipelinePolicy(Policy):
 
     @property
     def text_encoders(self) -> Sequence[nn.Module]:
+        """The modules that only `encode` uses; `encode` runs on their device. Empty if they are not loaded."""
         encoders = [getattr(self.pipeline, name, None) for name in TEXT_ENCODERS]
         return [encoder for encoder in encoders if encoder is not None]
 
@@ -199,7 +235,13 @@ class PipelinePolicy(Policy):
     def encode(
         self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        """Encodes one text at a time, because padding to the length of another text would change the last bits."""
+        """Returns the conditioning of each text: float32 arrays without batch dimension, named as in the pipeline.
+
+        `negative=True` encodes a negative prompt. `system` replaces the system prompt of the family's template.
+        Raises ValueError for a system prompt or token ids if the family does not support them, and RuntimeError in a
+        process without text encoders.
+        """
+        # One text at a time, because padding to the length of another text would change the last bits.
         self.whole("encode prompts")
         if system is not None and not self.has_system_prompt:
             raise ValueError(f"{self.title} has no system prompt, got {system!r}")
@@ -270,7 +312,10 @@ class PipelinePolicy(Policy):
         return int(self._text_options.get("max_sequence_length", usual))
 
     def sigmas(self, num_inference_steps: int, resolution: Resolution) -> Tensor:
-        """Returns the pipeline's own levels. Raises ValueError for too few steps, and for levels not from 1 to 0."""
+        """Returns the pipeline's own noise levels, float32 [T+1] on the CPU, from exactly 1 down to exactly 0.
+
+        Raises ValueError for too few steps, and for levels not from 1 to 0.
+        """
         self.check_steps(num_inference_steps)
         key = num_inference_steps, math.prod(self._grid(resolution))
         if key not in self._schedules:
@@ -331,6 +376,7 @@ class PipelinePolicy(Policy):
         return None
 
     def latent_shape(self, resolution: Resolution) -> tuple[int, ...]:
+        """Returns the shape of one image's latents, without batch dimension."""
         (rows, columns), channels = self._grid(resolution), int(self._config.in_channels)
         if self.packs_tokens:
             return rows * columns, channels
@@ -349,9 +395,11 @@ class PipelinePolicy(Policy):
         negative: Mapping[str, Tensor] | None,
         sampling: Sampling,
     ) -> Tensor:
-        """Returns the velocity with guidance. Raises ValueError for latents of another size, or a missing `negative`.
+        """Returns the velocity eps - x0 with guidance, float32 [n, ...]. Rollout and training call the same function.
 
-        With true CFG, prompt and negative prompt both get gradients, in one batch or two (`in_two_passes`).
+        `latents` is [n, ...] and `sigma` their noise levels, float32 [n], which may differ per row. `positive` and
+        `negative` hold the conditioning of one prompt, without batch dimension, for all n rows; with true CFG both get
+        gradients, in one batch or two (`in_two_passes`). ValueError for latents of another size, or no `negative`.
         """
         if tuple(latents.shape[1:]) != self.latent_shape(sampling.resolution):
             raise ValueError(f"latents {tuple(latents.shape)} are not those of {in_pixels(sampling.resolution)}")
@@ -407,6 +455,7 @@ class PipelinePolicy(Policy):
         return sampling.true_cfg_scale
 
     def check(self, sampling: Sampling) -> None:
+        """Raises ValueError, one sentence, for guidance settings that the network does not support."""
         if refusal := guidance_refusal("rollout.true_cfg_scale", sampling.true_cfg_scale):
             raise ValueError(refusal)
         scale = sampling.guidance_scale
@@ -441,11 +490,15 @@ class PipelinePolicy(Policy):
 
     @torch.no_grad()
     def decode(self, latents: Tensor, resolution: Resolution) -> Tensor:
-        """Returns images rounded as by diffusers' image processor."""
+        """Returns images uint8 [n, H, W, 3] of final latents, on their device, or videos [n, frames, H, W, 3].
+
+        They are rounded as by diffusers' image processor. RuntimeError without a loaded VAE.
+        """
         images = self._processed(latents, resolution)
         return over_white((images.movedim(-3, -1).float() * 255).round().to(torch.uint8))
 
     def pixels(self, latents: Tensor, resolution: Resolution) -> Tensor:
+        """Returns the images of final latents before rounding, float32 [n, 3, H, W] in 0 .. 1, with their gradient."""
         images = self._processed(latents, resolution).float()
         color, alpha = images[:, :3], images[:, 3:]
         return color * alpha + 1.0 - alpha if alpha.shape[1] else color
@@ -518,10 +571,3 @@ class PipelinePolicy(Policy):
             cls.stock_guidance: sampling.true_cfg_scale,
             "negative_prompt": sampling.negative_prompt if sampling.true_cfg_scale > 1 else None,
         }
-
-
-def as_pipeline(policy: Policy, setting: str) -> PipelinePolicy:
-    """Returns the policy if it is a PipelinePolicy, which `setting` needs; otherwise raises ValueError."""
-    if not isinstance(policy, PipelinePolicy):
-        raise ValueError(f"{setting} needs a model family built on PipelinePolicy, {policy.family} is not")
-    return policy

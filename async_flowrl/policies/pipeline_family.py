@@ -1,4 +1,4 @@
-"""Base class of model families on a diffusers pipeline: loads them, or builds them without weights for plans."""
+"""Base class of model families, for the rollout engine and the trainer; one file per family implements it."""
 
 import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -11,8 +11,7 @@ from packaging.version import Version
 from torch import nn
 
 from async_flowrl.config.resolution import Resolution
-from async_flowrl.policies.base import PolicyFamily, Shapes
-from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, scale_factor
+from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, Shapes, scale_factor
 from async_flowrl.policies.quantizer import NOT_QUANTIZED, Quantizer
 from async_flowrl.policies.stored import (
     EXPERTS,
@@ -26,11 +25,16 @@ from async_flowrl.transfers import settle
 from async_flowrl.types import Prompt, Sampling
 
 
-class PipelineFamily(PolicyFamily):
-    """Loads a `PipelinePolicy` from a diffusers folder or a hub name; a subclass names diffusers' classes.
+class PipelineFamily:
+    """A model family: loads a `PipelinePolicy` from a diffusers folder or a hub name, and answers questions about it.
 
-    diffusers is imported only when something is loaded, because the controller uses families without loading.
+    A subclass names diffusers' classes, and is constructed without arguments. `usual_guidance` (true_cfg_scale,
+    guidance_scale) and `usual_steps` are those with which its models are sampled. diffusers is imported only when
+    something is loaded, because the controller uses families without loading.
     """
+
+    usual_guidance: tuple[float, float]
+    usual_steps: int
 
     policy: ClassVar[type[PipelinePolicy]]
     pipeline: ClassVar[str]
@@ -57,9 +61,17 @@ class PipelineFamily(PolicyFamily):
         max_sequence_length: int | None = None,
         quantizer: Quantizer = NOT_QUANTIZED,
     ) -> PipelinePolicy:
+        """Loads the model at `path` (a local folder, or a hub name at `revision`) in `dtype` on `device`.
+
+        `parts` says what is loaded: "all" (transformer, text encoders, VAE), "offload" (all, text encoders in host
+        memory), "cached" (all but the text encoders), "text" (only text encoders; the transformer has no weights),
+        "vae" (only the VAE; the same), "transformer", or "structure" (the transformer on the meta device, whose weights
+        the FSDP ranks fill in later). Rollout workers use the first four, the trainer the last three.
+        `max_sequence_length` is the longest prompt in tokens; None means the default of the diffusers pipeline.
+        """
         import diffusers
 
-        kind: Any = getattr(diffusers, self.transformer)
+        kind = self.network_class()
         # A trainer rank does not import the pipeline, which would bring its text encoder's code.
         stock: Any = None if parts in ("transformer", "structure") else getattr(diffusers, self.pipeline)
         options, pipeline = weight_options(dtype, revision), None
@@ -105,10 +117,7 @@ class PipelineFamily(PolicyFamily):
 
     def network(self, config: Mapping[str, Any], dtype: torch.dtype, ratio: float | None) -> nn.Module:
         """Returns the network on the meta device; with `ratio` (`boundary_ratio`) it is two alike."""
-        import diffusers
-
-        folders = (FOLDER,) if ratio is None else EXPERTS
-        kind = getattr(diffusers, self.transformer)
+        folders, kind = (FOLDER,) if ratio is None else EXPERTS, self.network_class()
         return self.joined({folder: structure(kind, config, dtype) for folder in folders}, ratio)
 
     def joined(self, networks: Mapping[str, nn.Module], ratio: float | None) -> nn.Module:
@@ -116,6 +125,17 @@ class PipelineFamily(PolicyFamily):
         if ratio is not None:
             raise ValueError(f"{self.policy.title} has one network, and model_index.json has boundary_ratio={ratio}")
         return networks[FOLDER]
+
+    def network_class(self) -> Any:
+        """Returns diffusers' class `transformer`. Raises ValueError for a family that loads a network of its own."""
+        import diffusers
+
+        if not hasattr(diffusers, self.transformer):
+            raise ValueError(
+                f"diffusers has no {self.transformer}, so {type(self).__name__} cannot be planned, nor used with "
+                "model.weights=random, model.quantize or model.quantize_text_encoder"
+            )
+        return getattr(diffusers, self.transformer)
 
     def components(self, network: nn.Module) -> dict[str, nn.Module]:
         """Returns the networks of a policy's network by their names in the pipeline."""
@@ -129,7 +149,7 @@ class PipelineFamily(PolicyFamily):
         """Returns parts of names of the network's weights that are float32 in any `model.dtype`, as in diffusers."""
         import diffusers
 
-        return kept_in_float32(getattr(diffusers, self.transformer))
+        return kept_in_float32(getattr(diffusers, self.transformer, None))
 
     def policy_of(self, transformer: Any, scheduler: Any, vae: Mapping[str, Any], **options: Any) -> PipelinePolicy:
         """Returns the policy of a network; `vae` is the configuration of its VAE, `options` are PipelinePolicy's."""
@@ -144,6 +164,7 @@ class PipelineFamily(PolicyFamily):
         return text, 0, limit - int(tokenizer.num_special_tokens_to_add())
 
     def around(self, pipeline: Any, dtype: torch.dtype, *, max_sequence_length: int | None = None) -> PipelinePolicy:
+        """Returns the policy of a loaded diffusers pipeline, for tools that also sample with that pipeline."""
         options = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": max_sequence_length}
         networks = {name: part for name in EXPERTS if (part := getattr(pipeline, name, None)) is not None}
         network = self.joined(networks, pipeline.config.get("boundary_ratio"))
@@ -151,9 +172,7 @@ class PipelineFamily(PolicyFamily):
 
     def stacks(self, transformer: Mapping[str, Any]) -> dict[str, int]:
         """Returns name → number of the blocks that are alike, for a plan; empty if they have no names."""
-        import diffusers
-
-        usual = inspect.signature(getattr(diffusers, self.transformer).__init__).parameters
+        usual = inspect.signature(self.network_class().__init__).parameters
         keys = [key for key in self.layer_keys if key in transformer or key in usual]
         return {key: int(transformer[key] if key in transformer else usual[key].default) for key in keys}
 
@@ -175,6 +194,7 @@ class PipelineFamily(PolicyFamily):
         return self.policy.pixels_per_token(vae, config)
 
     def shapes(self, path: str, resolution: Resolution, *, images: int = 0, **options: Any) -> Shapes:
+        """Returns shapes from the model's configuration files. Raises ValueError for a size that it cannot make."""
         policy = self.described(path, **options)
         policy.planned_images = max(images, policy.images[0])
         return policy.shapes(resolution)
@@ -187,6 +207,10 @@ class PipelineFamily(PolicyFamily):
         """
 
     def check_prompts(self, prompts: Sequence[Prompt], path: str, *, revision: str | None = None) -> None:
+        """Raises ValueError, one sentence, for a system prompt or token ids that the model cannot encode.
+
+        It is called at start-up with the prompts that have one of them, and loads no weights.
+        """
         title = self.policy.title
         for prompt in prompts:
             if prompt.system is not None and not self.policy.has_system_prompt:
@@ -199,6 +223,7 @@ class PipelineFamily(PolicyFamily):
         raise ValueError(f"{self.policy.title} takes prompts as text, prompt {prompts[0].index} brings token ids")
 
     def guidance_arguments(self, sampling: Sampling) -> dict[str, Any]:
+        """Returns the guidance of `sampling` as keyword arguments of the diffusers pipeline's `__call__`."""
         return self.policy.guidance_arguments(sampling)
 
 
@@ -225,7 +250,7 @@ def structure(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Mo
 
 def kept_in_float32(kind: Any) -> frozenset[str]:
     """Returns parts of names of weights that diffusers keeps in float32 in a network of class `kind` of any dtype."""
-    return frozenset(kind._keep_in_fp32_modules or ())
+    return frozenset(getattr(kind, "_keep_in_fp32_modules", None) or ())
 
 
 def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:

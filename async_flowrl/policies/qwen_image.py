@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import qwen_text, tiny
-from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import PipelinePolicy, on_host, with_norm_of
+from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy, on_host, with_norm_of
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.stored import configuration
 from async_flowrl.types import Conditioning, EncoderInput, Prompt, Sampling, TokenIds

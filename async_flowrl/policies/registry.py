@@ -25,8 +25,8 @@ from async_flowrl.config.models import PIPELINES, TINY, architectures, local_ind
 from async_flowrl.config.own_code import import_named
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import ModelConfig
-from async_flowrl.policies.base import Policy, PolicyFamily, Shapes
 from async_flowrl.policies.kernels import use_attention
+from async_flowrl.policies.pipeline import PipelinePolicy, Shapes
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.policies.quantizer import KeptWeights, QuantizedWeights, Quantizer, kept_base
 from async_flowrl.policies.stored import (
@@ -97,8 +97,7 @@ class ResolvedModel:
     @property
     def is_distilled(self) -> bool:
         """Whether the stock pipeline leaves out classifier-free guidance."""
-        stock = isinstance(load_family(self.family), PipelineFamily)
-        return stock and bool(json_file(self.path, "model_index.json", self.revision).get("is_distilled"))
+        return bool(json_file(self.path, "model_index.json", self.revision).get("is_distilled"))
 
     @property
     def usual_guidance(self) -> tuple[float, float]:
@@ -130,10 +129,8 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     published = config.path if random and config.path in architectures() else None
     path, family, revision = _published(published, config.family) if published else _located(config)
     stored = {"quantize": config.quantize, "quantize_text_encoder": config.quantize_text_encoder}
-    needs = {"weights": "random" if random else None, **stored}
-    if any(needs.values()) and not isinstance(load_family(family), PipelineFamily):
-        setting = next(f"model.{key}={value}" for key, value in needs.items() if value)
-        raise ValueError(f"{setting} needs a family built on PipelineFamily, got model.family {family}")
+    if ":" in family and (random or any(stored.values())):
+        load_family(family).network_class()
     dtype, length, attention = _dtype(config, path, revision), config.max_sequence_length, config.attention_backend
     return ResolvedModel(path, family, revision, dtype, length, attention, random, published, **stored)
 
@@ -142,7 +139,7 @@ def _published(name: str, family: str = "auto") -> tuple[str, str, None]:
     from async_flowrl.policies.random_weights import described_folder
 
     usual = architectures()[name].family
-    folder = described_folder(name, architectures()[name], cast("PipelineFamily", load_family(usual)))
+    folder = described_folder(name, architectures()[name], load_family(usual))
     return str(folder), usual if family == "auto" else family, None
 
 
@@ -178,8 +175,8 @@ def _located(config: ModelConfig) -> tuple[str, str, str | None]:
     return path, _family(config.family, index, config.path), revision
 
 
-def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> Policy:
-    """Loads the policy (`parts` as in `PolicyFamily.load`); equal arguments give equal bits everywhere. ValueError."""
+def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.device, parts: str) -> PipelinePolicy:
+    """Loads the policy (`parts` as `PipelineFamily.load`); equal arguments give equal bits everywhere. ValueError."""
     folder, family, length = str(folder_of(resolved, parts)), load_family(resolved.family), resolved.max_sequence_length
     how: dict[str, Any] = {"dtype": DTYPES[dtype], "device": torch.device(device), "parts": parts}
     quantizer = Quantizer(resolved.quantize, resolved.quantize_text_encoder, partial(weights_of, resolved))
@@ -187,7 +184,7 @@ def load_policy(resolved: ResolvedModel, *, dtype: str, device: str | torch.devi
         from async_flowrl.policies.random_weights import random_policy
 
         how |= {"longest": length, "quantizer": quantizer}
-        policy: Policy = random_policy(cast("PipelineFamily", family), folder, **how)
+        policy = random_policy(family, folder, **how)
     else:
         policy = family.load(folder, max_sequence_length=length, **how, **quantizer.options)
     if resolved.attention_backend is not None:
@@ -200,7 +197,7 @@ def weights_of(model: ResolvedModel) -> Weights:
 
     With `model.quantize` they are the codes and scales that this node keeps. Raises ValueError as `quantizer.kept`.
     """
-    dtype, family = DTYPES[model.dtype], cast("PipelineFamily", load_family(model.family))
+    dtype, family = DTYPES[model.dtype], load_family(model.family)
     if model.random:
         from async_flowrl.policies.random_weights import random_weights
 
@@ -209,7 +206,7 @@ def weights_of(model: ResolvedModel) -> Weights:
         if model.quantize is None:
             return drawn
         return QuantizedWeights(drawn, family.structure(folder, dtype), model.quantize, dtype)
-    in_float32 = family.float32_parts() if isinstance(family, PipelineFamily) else frozenset()
+    in_float32 = family.float32_parts()
     folders = network_folders(model.path, model.revision)
     stored = StoredWeights(model.path, dtype=dtype, revision=model.revision, folders=folders, in_float32=in_float32)
     if model.quantize is None:
@@ -244,10 +241,8 @@ def shapes_of(model: ResolvedModel, resolution: Resolution, images: int = 0) -> 
 
     `images` is the most that a prompt brings to be edited.
     """
-    options: dict[str, Any] = {"images": images} if images else {}  # Only pipelines take any.
-    return load_family(model.family).shapes(
-        model.path, resolution, revision=model.revision, max_sequence_length=model.max_sequence_length, **options
-    )
+    options = {"revision": model.revision, "max_sequence_length": model.max_sequence_length}
+    return load_family(model.family).shapes(model.path, resolution, images=images, **options)
 
 
 def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
@@ -257,16 +252,13 @@ def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
         load_family(model.family).check_prompts(batch, model.path, revision=model.revision)
 
 
-def check_images_of(family: PolicyFamily, prompt: Prompt) -> None:
+def check_images_of(family: PipelineFamily, prompt: Prompt) -> None:
     """Raises ValueError, one sentence, for a prompt with images that the model cannot edit, or without any.
 
     Also for texts with a mark that its text encoder takes for an image.
     """
-    if isinstance(family, PipelineFamily):
-        family.policy.check_images(len(prompt.images))
-        family.policy.check_marks(prompt.text, prompt.system, negative=prompt.negative)
-    elif prompt.images:
-        raise ValueError(f"{type(family).__name__} is no PipelineFamily, which alone edits images")
+    family.policy.check_images(len(prompt.images))
+    family.policy.check_marks(prompt.text, prompt.system, negative=prompt.negative)
 
 
 def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str) -> None:
@@ -279,17 +271,18 @@ def check_revision(recorded: Mapping[str, Any], model: ResolvedModel, where: str
         )
 
 
-def load_family(name: str) -> PolicyFamily:
+def load_family(name: str) -> PipelineFamily:
     """Returns the family for a registered name or `pkg.module:attr`. Raises ValueError if it cannot be imported."""
     path = FAMILIES.get(name, name)
     family = import_named("model.family", path)
     try:
-        built = cast("PolicyFamily", family())
+        built = family()
     except Exception as error:
         raise ValueError(f"model.family {path} cannot be built: {in_one_line(error)}") from error
-    since = getattr(built, "since", "0")
-    if Version(installed := diffusers_version()) < Version(since):
-        raise ValueError(f"model.family {name} needs diffusers {since} or newer, installed is {installed}")
+    if not isinstance(built, PipelineFamily):
+        raise ValueError(f"model.family {path} must be a class derived from PipelineFamily")
+    if Version(installed := diffusers_version()) < Version(built.since):
+        raise ValueError(f"model.family {name} needs diffusers {built.since} or newer, installed is {installed}")
     return built
 
 
@@ -298,7 +291,7 @@ def diffusers_version() -> str:
     return importlib.metadata.version("diffusers")
 
 
-def family_of(pipeline: Any, family: str = "auto") -> PolicyFamily:
+def family_of(pipeline: Any, family: str = "auto") -> PipelineFamily:
     """Returns the family of a loaded diffusers pipeline, by its class if `family` is auto. Raises ValueError."""
     name = type(pipeline).__name__
     if family == "auto" and name not in PIPELINES:
@@ -314,13 +307,12 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
 
     from async_flowrl.policies.pipeline_family import load_whole, quiet, weight_options
 
-    family, stock = load_family(resolved.family), diffusers.DiffusionPipeline
+    family = load_family(resolved.family)
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
-        if isinstance(family, PipelineFamily):  # `model.family` may name another than the files do.
-            stock = getattr(diffusers, family.pipeline)
-            options |= family.own_parts(resolved.path, resolved.revision)
-        return load_whole(stock, resolved.path, torch.device(device), **options)
+        options |= family.own_parts(resolved.path, resolved.revision)
+        # `model.family` may name another pipeline than the files do.
+        return load_whole(getattr(diffusers, family.pipeline), resolved.path, torch.device(device), **options)
 
 
 def _family(configured: str, file: Path, path: str) -> str:
@@ -438,9 +430,7 @@ class PromptCheck:
 
     def __init__(self, model: ResolvedModel, *, targets: bool = True) -> None:
         """`targets`: whether rewards look at targets, which then have to be in the part that is read."""
-        family, self._targets = load_family(model.family), targets
-        self._check_images = partial(check_images_of, family)
-        self._model, self._family = model, family if isinstance(family, PipelineFamily) else None
+        self._model, self._family, self._targets = model, load_family(model.family), targets
         self.cut = 0
 
     def __call__(self, prompt: Prompt) -> None:
@@ -448,8 +438,8 @@ class PromptCheck:
 
         Also as `check_images_of`, and for a prompt with images that the model cannot read as a whole.
         """
-        self._check_images(prompt)
-        if prompt.images and self._family is not None:
+        check_images_of(self._family, prompt)
+        if prompt.images:
             path, folder, revision = self._model.path, self._family.tokenizer, self._model.revision
             tokenizer = None if self._model.random else _tokenizer(path, folder, revision)
             self._family.check_length(prompt, tokenizer, self._token_side)
@@ -465,11 +455,11 @@ class PromptCheck:
 
     @cached_property
     def _token_side(self) -> int:
-        return cast("PipelineFamily", self._family).token_side(self._model.path, self._model.revision)
+        return self._family.token_side(self._model.path, self._model.revision)
 
     def read(self, prompt: Prompt) -> int | None:
         """Returns the number of the prompt's characters that are read; None if that is all of them, or not known."""
-        if self._family is None or self._model.random or not isinstance(prompt.wording, str):
+        if self._model.random or not isinstance(prompt.wording, str):
             return None
         limit = self._model.max_sequence_length or self._family.text_tokens
         if len(prompt.text.encode()) < limit - MARGIN:

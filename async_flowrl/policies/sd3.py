@@ -7,8 +7,7 @@ from torch import Tensor
 
 from async_flowrl.config.schema import TinyConfig
 from async_flowrl.policies import tiny
-from async_flowrl.policies.base import JOINT_ATTENTION
-from async_flowrl.policies.pipeline import PipelinePolicy, on_host
+from async_flowrl.policies.pipeline import JOINT_ATTENTION, PipelinePolicy, on_host
 from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Sampling
 

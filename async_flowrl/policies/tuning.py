@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.schema import FULL, Config, LoraConfig
 from async_flowrl.policies import lora, lora_file
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.stored import trained_names
 from async_flowrl.policies.trained_file import save_whole
@@ -25,11 +25,11 @@ class LoraTuning:
         self.alpha: float | None = config.alpha
         self.rank: int | None = config.rank
 
-    def attach(self, policy: Policy, seed: int) -> None:
+    def attach(self, policy: PipelinePolicy, seed: int) -> None:
         """Makes only trained tensors require gradients; call it before torch.compile and FSDP. Raises as `check`."""
         lora.add_lora(policy.transformer, self._config, policy, seed)
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: PipelinePolicy) -> None:
         """Raises ValueError for names that the network lacks (`lora.targets`, `full.freeze`), and an unfit `lora.path`.
 
         The network, on the meta device, is then no longer the base.
@@ -40,7 +40,7 @@ class LoraTuning:
         lora.attach_lora(policy.transformer, self._config, policy)
         self.warm_start(policy)
 
-    def warm_start(self, policy: Policy) -> None:
+    def warm_start(self, policy: PipelinePolicy) -> None:
         """Loads the LoRA of `lora.path`, if it is set; otherwise does nothing."""
         if self._config.path is not None:
             lora.load_warm_start(policy.transformer, self._config, policy)
@@ -77,15 +77,15 @@ class FullTuning:
         self.alpha: float | None = None
         self.rank: int | None = None
 
-    def attach(self, policy: Policy, seed: int) -> None:
+    def attach(self, policy: PipelinePolicy, seed: int) -> None:
         policy.transformer.requires_grad_(False)
         for parameter in self.parameters(policy.transformer).values():
             parameter.requires_grad_(True)
 
-    def check(self, policy: Policy) -> None:
+    def check(self, policy: PipelinePolicy) -> None:
         self.parameters(policy.transformer)
 
-    def warm_start(self, policy: Policy) -> None:
+    def warm_start(self, policy: PipelinePolicy) -> None:
         """Does nothing: the run starts with the weights of `model.path`."""
 
     def parameters(self, transformer: nn.Module) -> dict[str, nn.Parameter]:

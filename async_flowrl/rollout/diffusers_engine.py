@@ -11,8 +11,7 @@ from torch import Tensor
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.observability.flops import Meter
-from async_flowrl.policies.base import Policy
-from async_flowrl.policies.pipeline import as_pipeline
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.text_encoder import Encoder, Offloaded, PolicyEncoder, Prompts
@@ -22,7 +21,6 @@ from async_flowrl.transfers import download, upload
 from async_flowrl.types import TRAIN, ByteArray, Conditioning, EncoderInput, RolloutRequest, Span, Trajectory
 from checkpoint_engine import Activation
 
-SEVERAL = "rollout.tickets_per_batch above 1"  # What a policy must be a PipelinePolicy for.
 ADAPTER = LoraTuning(LoraConfig())  # Default of `tuning`: names and probes of a LoRA do not depend on its rank.
 
 
@@ -58,7 +56,7 @@ class DiffusersEngine:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PipelinePolicy,
         *,
         batch_size: int | None = None,
         device: str | torch.device = "cpu",
@@ -172,7 +170,7 @@ class DiffusersEngine:
         sigma = first.plan.levels[step].expand(len(first.latents))
         if len(chunks) == 1:
             return [self.policy.velocity(first.latents, sigma, first.plan.positive, first.plan.negative, sampling)]
-        velocities = as_pipeline(self.policy, SEVERAL).velocity_of(
+        velocities = self.policy.velocity_of(
             torch.cat([chunk.latents for chunk in chunks]),
             torch.cat([sigma] * len(chunks)),
             [chunk.plan.positive for chunk in chunks],

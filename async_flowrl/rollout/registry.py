@@ -7,18 +7,15 @@ import torch
 
 from async_flowrl.config.paths import cache_dir
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
-from async_flowrl.policies.pipeline import as_pipeline
 from async_flowrl.policies.registry import ResolvedModel, folder_of, load_policy
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rollout.base import RolloutEngine
-from async_flowrl.rollout.diffusers_engine import SEVERAL, DiffusersEngine
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.text_encoder import EmbeddingFiles, Parked, StoredEmbeddings, encoder_digest
 from async_flowrl.types import EmbeddingKey
 
-PARTS_OF_IMAGES = "rollout.vae_slicing or vae_tiling"
 # `rollout.text_encoder` → `parts` of `load_policy`.
 PARTS = {"resident": "all", "offload": "offload", "cached": "cached"}
 
@@ -67,7 +64,7 @@ def load_engine(
     policy, digest = base.policy, base.digest
     rollout = config.rollout
     if rollout.vae_slicing or rollout.vae_tiling:
-        as_pipeline(policy, PARTS_OF_IMAGES).decode_by_parts(images=rollout.vae_slicing, tiles=rollout.vae_tiling)
+        policy.decode_by_parts(images=rollout.vae_slicing, tiles=rollout.vae_tiling)
     tuning = tuning_of(config)
     tuning.attach(policy, config.seed)
     tuning.keep_compute_copies(policy.transformer)
@@ -77,20 +74,8 @@ def load_engine(
     if embeddings is not None:
         staying = list(tuning.parameters(policy.transformer).values())
         embeddings.aside = Parked(lambda: policy.transformer, torch.device(device), staying=staying).aside
-    check_policy(config, policy)
     size = rollout.batch_size
     made = DiffusersEngine(
         policy, batch_size=size, device=device, text_encoder=where, tuning=tuning, encoder=embeddings
     )
     return made, digest
-
-
-def check_policy(config: Config, policy: Policy) -> None:
-    """Raises ValueError for a family of your own with which `load_engine` cannot do what a setting asks for."""
-    rollout = config.rollout
-    if rollout.engine == "vllm_omni":
-        return
-    if rollout.vae_slicing or rollout.vae_tiling:
-        as_pipeline(policy, PARTS_OF_IMAGES)
-    if rollout.tickets_per_batch > 1:
-        as_pipeline(policy, SEVERAL)

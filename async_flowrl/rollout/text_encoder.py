@@ -17,8 +17,8 @@ from safetensors.numpy import load, save
 from torch import Tensor, nn
 
 from async_flowrl.config.paths import sha256_of, share_file
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.checked import source_digest
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.transfers import ONE_AT_A_TIME, upload
 from async_flowrl.types import Conditioning, EmbeddingKey, EncoderInput, identity
@@ -75,7 +75,7 @@ class Encoder(Protocol):
 class PolicyEncoder:
     """Computes embeddings with the policy's text encoders, inside `visit`, which has them on the device."""
 
-    def __init__(self, policy: Policy, visit: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(self, policy: PipelinePolicy, visit: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._policy, self._visit = policy, visit
 
     def encode(self, keys: Sequence[EmbeddingKey]) -> list[Conditioning]:
@@ -83,7 +83,7 @@ class PolicyEncoder:
             return [encode_one(self._policy, key) for key in keys]
 
 
-def encode_one(policy: Policy, key: EmbeddingKey) -> Conditioning:
+def encode_one(policy: PipelinePolicy, key: EmbeddingKey) -> Conditioning:
     """Returns the conditioning of one prompt, encoded alone because others in its batch would change the last bits."""
     text, system, negative = key
     (encoded,) = policy.encode([text], system=system, negative=negative)
@@ -225,7 +225,7 @@ class StoredEmbeddings:
     def __init__(
         self,
         files: EmbeddingFiles,
-        load: Callable[[], Policy],
+        load: Callable[[], PipelinePolicy],
         upcoming: Sequence[EmbeddingKey] = (),
         *,
         ahead: int = 0,
@@ -278,7 +278,7 @@ class StoredEmbeddings:
         return computed
 
     @contextmanager
-    def _loaded(self) -> Iterator[Policy]:
+    def _loaded(self) -> Iterator[PipelinePolicy]:
         with ONE_AT_A_TIME:
             holder = [self._load()]
         try:

@@ -22,9 +22,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
 from async_flowrl.data.store import Prompts
-from async_flowrl.policies.base import Policy, Shapes
 from async_flowrl.policies.checked import unchecked
-from async_flowrl.policies.pipeline_family import PipelineFamily
+from async_flowrl.policies.pipeline import PipelinePolicy, Shapes
 from async_flowrl.policies.registry import (
     FAMILIES,
     PromptCheck,
@@ -195,18 +194,17 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
     teachers = config.algorithm.teachers
     named = (config.full.freeze, config.in_shares, config.lora.targets, config.lora.path, backend, teachers)
     whole |= any(named) or config.runtime.in_threads or model.family not in FAMILIES
-    if isinstance(family, PipelineFamily):
-        family.policy.check_marks(negative=config.rollout.negative_prompt)
-        scales = {
-            "rollout.true_cfg_scale": config.rollout.true_cfg_scale,
-            "algorithm.reference_cfg_scale": config.algorithm.reference_cfg_scale,
-            "evaluate.baseline_guidance": baseline.true_cfg_scale if baseline else None,
-        }
-        model.check_distilled(scales)
-    if isinstance(family, PipelineFamily) and boundary_ratio(model.path, model.revision) is not None:
+    family.policy.check_marks(negative=config.rollout.negative_prompt)
+    scales = {
+        "rollout.true_cfg_scale": config.rollout.true_cfg_scale,
+        "algorithm.reference_cfg_scale": config.algorithm.reference_cfg_scale,
+        "evaluate.baseline_guidance": baseline.true_cfg_scale if baseline else None,
+    }
+    model.check_distilled(scales)
+    if boundary_ratio(model.path, model.revision) is not None:
         whole = True
         check_experts(config)
-    if isinstance(family, PipelineFamily) and not whole:
+    if not whole:
         longest = model.max_sequence_length
         bare = family.described(model.path, revision=model.revision, max_sequence_length=longest)
         for how in samplings:
@@ -214,7 +212,6 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
         return
     from async_flowrl.policies.kernels import check_attention, use_attention
     from async_flowrl.policies.tuning import tuning_of
-    from async_flowrl.rollout.registry import check_policy as check_rollout
     from async_flowrl.training.rank_model import check_policy
     from async_flowrl.training.sharded import check_shares
 
@@ -227,7 +224,6 @@ def check_loading(config: Config, model: ResolvedModel, data: Data, baseline: Sa
         policy.check(how)
         for size in sizes_of(config, data.evaluation):
             policy.sigmas(how.num_inference_steps, size)
-    check_rollout(config, policy)
     tuning = tuning_of(config)
     tuning.check(policy)
     check_teachers(config, policy, data.train if teachers else ())
@@ -247,7 +243,7 @@ def check_experts(config: Config) -> None:
         )
 
 
-def check_teachers(config: Config, policy: Policy, prompts: Iterable[Prompt]) -> None:
+def check_teachers(config: Config, policy: PipelinePolicy, prompts: Iterable[Prompt]) -> None:
     """Raises ValueError for a teacher whose LoRA the attached one cannot hold, and for a prompt without a teacher."""
     from async_flowrl.policies.lora import attach_lora, read_teacher
 

@@ -14,8 +14,8 @@ import torch
 
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.one_base import OneBase
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.rollout.registry import PARTS
 from async_flowrl.rollout.rollout_worker import RolloutWorker, device
@@ -148,7 +148,7 @@ class SharedStreams(PublishedStreams):
     """Sending end of a shared process; it stages versions beside the ticket under way."""
 
     def __init__(
-        self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions, lane: TrainingLane
+        self, config: Config, policy: PipelinePolicy, parameters: FlatParameters, versions: Versions, lane: TrainingLane
     ) -> None:
         super().__init__(config, policy, parameters, versions)
         self.lane = lane

@@ -9,8 +9,7 @@ from async_flowrl.algorithms.ema import kept_vectors
 from async_flowrl.algorithms.window import draw_window, trains_on_final_images
 from async_flowrl.config.resolution import pixels, sized
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.pipeline import IMAGE
+from async_flowrl.policies.pipeline import IMAGE, Shapes
 from async_flowrl.tickets.table import Shape
 
 _FLOAT_BYTES = 4

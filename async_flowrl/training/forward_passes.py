@@ -31,8 +31,8 @@ from async_flowrl.algorithms.base import (
 )
 from async_flowrl.algorithms.sde import expand
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import reference_mode
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.training.differentiable_reward import DifferentiableReward
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import GAP, PartStats, StepPlan
@@ -50,7 +50,7 @@ OF_GROUPS = ("reference", "average")
 @dataclass
 class UpdateInputs:
     config: Config
-    policy: Policy
+    policy: PipelinePolicy
     algorithm: Algorithm
     parameters: FlatParameters
     optimizer: Optimizer

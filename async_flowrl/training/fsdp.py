@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.training.parts import World
 
 
@@ -22,7 +22,13 @@ def free_gathered(network: nn.Module) -> None:
 
 
 def shard(
-    policy: Policy, adapter: set[nn.Parameter], world: World, *, device: torch.device, sharded: bool, offload: bool
+    policy: PipelinePolicy,
+    adapter: set[nn.Parameter],
+    world: World,
+    *,
+    device: torch.device,
+    sharded: bool,
+    offload: bool,
 ) -> str:
     """Shards the base over the ranks block by block with FSDP2, or leaves it whole; returns in words what it did.
 
@@ -55,7 +61,7 @@ def shard(
     return f"fsdp2 over {world.per_replica}{copies}" + (", base offloaded" if offload else "")
 
 
-def prefetch(policy: Policy, ahead: int) -> None:
+def prefetch(policy: PipelinePolicy, ahead: int) -> None:
     """Makes FSDP gather the next `ahead` blocks while one computes, forward and backward; without FSDP does nothing."""
     blocks = [block for block in policy.blocks if isinstance(block, FSDPModule)]
     if ahead < 1 or not blocks:
@@ -69,7 +75,7 @@ def prefetch(policy: Policy, ahead: int) -> None:
                 getattr(block, f"set_modules_to_{name}_prefetch")(order[index + 1 : index + 1 + ahead])
 
 
-def checkpoint_blocks(policy: Policy, how: str) -> None:
+def checkpoint_blocks(policy: PipelinePolicy, how: str) -> None:
     """Makes blocks recompute activations in the backward pass, as `how` says; call it before `shard`."""
     if how == "none":
         return

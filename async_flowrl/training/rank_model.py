@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from async_flowrl.algorithms.registry import check_schedule
 from async_flowrl.config.resolution import Resolution, in_pixels
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks
 from async_flowrl.policies.one_base import OneBase
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel, load_policy, weights_of
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.tickets.request import sampling
@@ -37,7 +37,7 @@ def load_model(
     sizes: Sequence[Resolution],
     one_base: OneBase | None,
     world: World,
-) -> tuple[Policy, Mapping[str, torch.dtype], World, dict[str, Any]]:
+) -> tuple[PipelinePolicy, Mapping[str, torch.dtype], World, dict[str, Any]]:
     """Builds the model of one of the ranks of `world`, and reads its base weights.
 
     Returns it, the dtypes of what is trained by layout name, as it is sent, the world with the number of ranks that
@@ -76,7 +76,7 @@ def load_model(
     return policy, dtypes, world, report
 
 
-def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) -> str:
+def check_policy(config: Config, policy: PipelinePolicy, sizes: Sequence[Resolution]) -> str:
     """Returns the digest of the noise levels. Raises ValueError for guidance or noise levels that cannot be used."""
     policy.check(sampling(config))
     digest = hashlib.sha256()
@@ -92,7 +92,7 @@ def check_policy(config: Config, policy: Policy, sizes: Sequence[Resolution]) ->
 
 
 def _lay_out(
-    config: Config, policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device
+    config: Config, policy: PipelinePolicy, trained: set[nn.Parameter], world: World, device: torch.device
 ) -> tuple[World, str]:
     """Gives the base weights their place; returns the world with ranks per replica, and the layout in words."""
     sharded = world.joined and config.is_sharded

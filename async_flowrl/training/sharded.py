@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.training.checkpoint import (
     RANKS,
     Checkpoint,
@@ -48,7 +48,7 @@ class ShardedParameters(FlatParameters):
     sharded = True
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], policy: Policy, world: World, device: torch.device
+        self, parameters: Mapping[str, nn.Parameter], policy: PipelinePolicy, world: World, device: torch.device
     ) -> None:
         """`parameters` are FSDP2's, with their weights, by layout name; the network of `policy` has them."""
         self._network, self.world, self._all_copied = policy.transformer, world, True
@@ -96,7 +96,7 @@ def local_of(parameter: Tensor) -> Tensor:
     return cast("DTensor", parameter.detach()).to_local()
 
 
-def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:
+def shard_trained(policy: PipelinePolicy, trained: set[nn.Parameter], world: World, device: torch.device) -> str:
     """Shards the transformer, still on the meta device, block by block; returns in words what it did.
 
     `trained` become float32. Blocks are gathered in the network's dtype; gradients are cast to float32 before a
@@ -122,7 +122,7 @@ def shard_trained(policy: Policy, trained: set[nn.Parameter], world: World, devi
     return f"fsdp2 over {world.size}, trained weights and optimizer with it"
 
 
-def check_shares(policy: Policy, trained: Iterable[nn.Parameter], ranks: int) -> torch.dtype:
+def check_shares(policy: PipelinePolicy, trained: Iterable[nn.Parameter], ranks: int) -> torch.dtype:
     """Returns the dtype of all parameters. Raises ValueError, equal on all ranks, for several, or no rows of a rank."""
     shapes = [tuple(parameter.shape) for parameter in trained]
     # Earlier ranks have no fewer rows of a tensor than later ones. Of a number without rows FSDP2 says so itself.

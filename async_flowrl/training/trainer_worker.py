@@ -17,10 +17,10 @@ from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import Resolution, configured
 from async_flowrl.config.schema import Config, TrainerConfig
 from async_flowrl.observability.flops import device_peak
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import read_teacher
 from async_flowrl.policies.one_base import OneBase
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.checkpoint import (
@@ -83,7 +83,7 @@ class TrainerWorker:
             logger.info("NUMA: this worker %s", bind())
         self.world = World()
         self.algorithm: Algorithm = build_algorithm(config)
-        self.policy: Policy
+        self.policy: PipelinePolicy
         self.parameters: FlatParameters
         self.optimizer: Optimizer
         self.versions: Versions

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms.ema import DECAYS, ema_decay, samples_from_average, update_average
 from async_flowrl.config.schema import Config
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.seeds import derive
 from async_flowrl.training.flat import ALIGN_ELEMENTS, FlatParameters
@@ -184,7 +184,7 @@ class PublishedStreams:
 
     _sent_from: torch.device | None = None  # Device from which versions are sent; None: that of the versions.
 
-    def __init__(self, config: Config, policy: Policy, parameters: FlatParameters, versions: Versions) -> None:
+    def __init__(self, config: Config, policy: PipelinePolicy, parameters: FlatParameters, versions: Versions) -> None:
         self._config, self._policy, self._parameters, self._versions = config, policy, parameters, versions
         self._tuning = tuning_of(config)
         self.policy: SealedVersions = self._new_publisher(POLICY)
@@ -255,7 +255,9 @@ class GatheredStreams(PublishedStreams):
 
     _sent_from = torch.device("cpu")
 
-    def __init__(self, config: Config, policy: Policy, parameters: ShardedParameters, versions: Versions) -> None:
+    def __init__(
+        self, config: Config, policy: PipelinePolicy, parameters: ShardedParameters, versions: Versions
+    ) -> None:
         self._sharded = parameters
         whole = {name: torch.empty(shape, device="meta") for name, shape in parameters.wholes.items()}
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.deadlines.publish))

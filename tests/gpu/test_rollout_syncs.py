@@ -15,8 +15,8 @@ from torch import Tensor
 from async_flowrl import transfers
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import Config, LoraConfig
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import PARTS, load_engine, open_embeddings
@@ -33,7 +33,7 @@ IMAGES = 3
 FAMILIES = pytest.mark.parametrize("family", NAMES)
 
 
-def policy_on_device(family: str, where: str = "resident") -> Policy:
+def policy_on_device(family: str, where: str = "resident") -> PipelinePolicy:
     policy = load_policy(resolve_model(model_config(family)), dtype="float32", device="cuda", parts=PARTS[where])
     add_lora(policy.transformer, LoraConfig(rank=4, alpha=10.0), policy, seed=0)
     policy.transformer.requires_grad_(False).eval()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout import text_encoder as stored_embeddings
 from async_flowrl.rollout.text_encoder import encode_one
@@ -76,7 +76,7 @@ class Encoding:
         self.places: list[set[str]] = []
         self.load = threading.Thread(target=worker.trainer.load, daemon=True)
 
-    def encode(self, policy: Policy, asked: EmbeddingKey) -> Conditioning:
+    def encode(self, policy: PipelinePolicy, asked: EmbeddingKey) -> Conditioning:
         if not self.places:
             self.load.start()
             self.load.join(2.0)  # Where nothing holds it back it is done by then, also on a pretended device.

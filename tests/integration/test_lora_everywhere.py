@@ -16,9 +16,9 @@ from torch import Tensor
 from async_flowrl.cli.exported import write_merged
 from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.policies import lora_file, lora_formats
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.lora_file import LoraFile
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
 from tests.support.families import NAMES, TWO_AND_SLOW, adapted, conditioning, how, model_config, pipeline_of
@@ -34,12 +34,12 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(family: str) -> Policy:
+def trained(family: str) -> PipelinePolicy:
     return adapted(family, lora=LoraConfig(rank=RANK, alpha=ALPHA))
 
 
 @pytest.fixture(scope="module")
-def lora(trained: Policy) -> LoraFile:
+def lora(trained: PipelinePolicy) -> LoraFile:
     return LoraFile({name: p.detach() for name, p in lora_parameters(trained.transformer).items()}, RANK, ALPHA)
 
 
@@ -48,7 +48,7 @@ def pipeline(family: str) -> Any:
     return pipeline_of(family)
 
 
-def output(policy: Policy) -> Tensor:
+def output(policy: PipelinePolicy) -> Tensor:
     """What the network says of drawn latents, with the conditioning that the policy's own encoders give."""
     latents = torch.randn(2, *policy.latent_shape(RESOLUTION), generator=torch.Generator().manual_seed(3))
     positive, _ = conditioning(policy)
@@ -71,7 +71,7 @@ def through(family: str, pipeline: Any) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(trained: Policy) -> Tensor:
+def expected(trained: PipelinePolicy) -> Tensor:
     return output(trained)
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.policies import tiny
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
-from async_flowrl.policies.pipeline import with_euler_steps
+from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
 from async_flowrl.policies.registry import FAMILIES, load_family, load_pipeline, load_policy, resolve_model
 from async_flowrl.types import Sampling
 from tests.support.tiny import randomise, sampling, tensors
@@ -81,13 +80,13 @@ def pipeline_from(folder: Path) -> Any:
     return load_pipeline(resolve_model(ModelConfig(path=str(folder))), dtype="float32", device="cpu")
 
 
-def policy_of(family: str, *, parts: str = "all", dtype: str = "float32") -> Policy:
+def policy_of(family: str, *, parts: str = "all", dtype: str = "float32") -> PipelinePolicy:
     return load_policy(
         resolve_model(replace(model_config(family), dtype=dtype)), dtype=dtype, device="cpu", parts=parts
     )
 
 
-def adapted(family: str, *, lora: LoraConfig | None = None) -> Policy:
+def adapted(family: str, *, lora: LoraConfig | None = None) -> PipelinePolicy:
     """Returns the policy with a LoRA whose B is random instead of zero, so that it changes the output."""
     policy = policy_of(family)
     add_lora(policy.transformer, lora or LoraConfig(rank=4, alpha=10.0), policy, seed=0)
@@ -133,12 +132,12 @@ def how(family: str, *, cfg: float = 1.0, **options: Any) -> Sampling:
     return replace(sampling(cfg=cfg, **options), guidance_scale=embedded, negative_prompt=NEGATIVE)
 
 
-def conditioning(policy: Policy) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+def conditioning(policy: PipelinePolicy) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     (positive,), (negative,) = policy.encode([TEXT]), policy.encode([NEGATIVE], negative=True)
     return tensors(positive), tensors(negative)
 
 
-def latents(policy: Policy, n: int = N, seed: int = 0) -> Tensor:
+def latents(policy: PipelinePolicy, n: int = N, seed: int = 0) -> Tensor:
     return torch.randn(n, *policy.latent_shape(32), generator=torch.Generator().manual_seed(seed))
 
 

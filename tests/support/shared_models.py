@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from tests.support.families import pipeline_of, policy_of
 from tests.support.tiny import tiny_policy
@@ -29,7 +29,7 @@ class SharedModels:
         """The tiny Qwen-Image (`tiny_policy`)."""
         return self._built("policy", "tiny", tiny_policy)
 
-    def policy(self, family: str) -> Policy:
+    def policy(self, family: str) -> PipelinePolicy:
         """The policy of a family (`families.policy_of`)."""
         return self._built("policy", family, lambda: policy_of(family))
 

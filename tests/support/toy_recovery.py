@@ -21,7 +21,7 @@ from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.events import Event, read_events
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.pipeline import Shapes
 from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.run.job import open_ledgers
 from async_flowrl.run.launch import load_pools

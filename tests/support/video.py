@@ -13,8 +13,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
 
-from async_flowrl.policies.base import Shapes
-from async_flowrl.policies.pipeline import PipelinePolicy
+from async_flowrl.policies.pipeline import PipelinePolicy, Shapes
+from async_flowrl.policies.pipeline_family import PipelineFamily
 from async_flowrl.types import Conditioning, Prompt, Sampling
 
 CHANNELS, FRAMES, TEXT = 4, 3, 6
@@ -72,7 +72,9 @@ class VideoPolicy(PipelinePolicy):
         return 8
 
 
-class VideoFamily:
+class VideoFamily(PipelineFamily):
+    policy = VideoPolicy
+    pipeline, transformer = "VideoPipeline", "VideoTransformer"
     usual_guidance = (1.0, 0.0)
     usual_steps = 4
 

@@ -20,7 +20,7 @@ from async_flowrl.memory.model_sizes import Sizes, stored_sizes
 from async_flowrl.memory.rehearsal.model import FakeModel, conditioning
 from async_flowrl.memory.rehearsal.phases import Ledger, Phase
 from async_flowrl.memory.rehearsal.process import rehearsed_process
-from async_flowrl.policies.base import Shapes
+from async_flowrl.policies.pipeline import Shapes
 from async_flowrl.policies.quantized_layer import QuantizedLinear
 from async_flowrl.policies.stored import StoredElements
 from async_flowrl.policies.tuning import tuning_of

@@ -19,7 +19,7 @@ from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineL
 
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.policies.pipeline_family import PipelineFamily, load_whole, quiet, weight_options
+from async_flowrl.policies.pipeline_family import load_whole, quiet, weight_options
 from async_flowrl.policies.registry import DTYPES, ResolvedModel, load_family
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.vllm_omni.engine_settings import FAMILIES, FAMILY, REQUEST, ROLLOUT
@@ -79,8 +79,7 @@ class RolloutPipeline(nn.Module):
 
 def around_network(network: Any, model: ResolvedModel, device: torch.device, *, offload: bool) -> PipelinePolicy:
     """Returns a policy with `network` and diffusers' other parts; `offload`: text encoders stay in host memory."""
-    family: Any = load_family(model.family)
-    assert isinstance(family, PipelineFamily)
+    family = load_family(model.family)
     dtype = DTYPES[model.dtype]
     with quiet():
         stock = getattr(diffusers, family.pipeline)

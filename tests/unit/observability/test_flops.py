@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from async_flowrl.config.schema import Config
 from async_flowrl.observability.flops import FlopCounter, tensor_peak
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_parameters
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import Sampling
@@ -22,7 +22,7 @@ SAMPLING = Sampling(64, 4, 1.0, 0.0, " ", "sde", 1.0)
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def policy(request: pytest.FixtureRequest) -> Policy:
+def policy(request: pytest.FixtureRequest) -> PipelinePolicy:
     config = Config()
     loaded = load_policy(resolve_model(config.model), dtype=request.param, device="cpu", parts="all")
     add_lora(loaded.transformer, config.lora, loaded, 0)
@@ -30,14 +30,14 @@ def policy(request: pytest.FixtureRequest) -> Policy:
     return loaded
 
 
-def forward(policy: Policy) -> Tensor:
+def forward(policy: PipelinePolicy) -> Tensor:
     encoded = {name: torch.from_numpy(value) for name, value in policy.encode(["red red red"])[0].items()}
     latents = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))
     return policy.velocity(latents, torch.full((3,), 0.5), encoded, None, SAMPLING)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_is_what_torch_counts(policy: Policy, checkpointing: bool) -> None:
+def test_training_is_what_torch_counts(policy: PipelinePolicy, checkpointing: bool) -> None:
     """Attention runs unfused here, as two batched products that torch's counter knows."""
     if checkpointing:
         checkpoint_blocks(policy, "full")
@@ -47,7 +47,7 @@ def test_training_is_what_torch_counts(policy: Policy, checkpointing: bool) -> N
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_counting_changes_no_bit(policy: Policy, checkpointing: bool) -> None:
+def test_counting_changes_no_bit(policy: PipelinePolicy, checkpointing: bool) -> None:
     if checkpointing:
         checkpoint_blocks(policy, "full")
 

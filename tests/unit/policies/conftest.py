@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from tests.support.families import NAMES, adapted
 from tests.support.shared_models import SharedModels
 
@@ -15,12 +15,12 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def policy(family: str) -> Policy:
+def policy(family: str) -> PipelinePolicy:
     return adapted(family)
 
 
 @pytest.fixture(scope="module")
-def plain(family: str, shared_models: SharedModels) -> Policy:
+def plain(family: str, shared_models: SharedModels) -> PipelinePolicy:
     """The policy without an adapter."""
     return shared_models.policy(family)
 

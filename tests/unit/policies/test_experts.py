@@ -14,9 +14,9 @@ from async_flowrl.cli.generate import run_of
 from async_flowrl.cli.model_card import write_card
 from async_flowrl.config.schema import LoraConfig, TrainerConfig
 from async_flowrl.policies import lora_file, trained_file
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.experts import Experts
 from async_flowrl.policies.lora import lora_parameters, targeted_modules
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.optimizer import Optimizer, step_over_lr
@@ -28,7 +28,7 @@ SIZE = (5, 32, 48)
 STEPS = 6
 
 
-def latents(policy: Policy, rows: int) -> Tensor:
+def latents(policy: PipelinePolicy, rows: int) -> Tensor:
     return torch.randn(rows, *policy.latent_shape(SIZE), generator=torch.Generator().manual_seed(0))
 
 

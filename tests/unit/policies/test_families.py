@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from async_flowrl.algorithms import sde
 from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import LoraConfig
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import family_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
@@ -37,7 +37,7 @@ from tests.support.tiny import randomise, request, save_lora
 from tests.unit.rollout.trajectories import replay
 
 
-def denoised(policy: Policy, sampling: Sampling) -> Tensor:
+def denoised(policy: PipelinePolicy, sampling: Sampling) -> Tensor:
     positive, negative = conditioning(policy)
     x = latents(policy)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def denoised(policy: Policy, sampling: Sampling) -> Tensor:
     return x
 
 
-def made(pipeline: Any, policy: Policy, sampling: Sampling, output: str = "latent") -> Any:
+def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling, output: str = "latent") -> Any:
     """What the stock pipeline makes from the same noise."""
     length = model_config(policy.family).max_sequence_length
     return called(
@@ -65,7 +65,7 @@ def made(pipeline: Any, policy: Policy, sampling: Sampling, output: str = "laten
 
 @pytest.mark.parametrize("cfg", [4.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
-    policy: Policy, pipeline: Any, family: str, cfg: float, tmp_path: Path
+    policy: PipelinePolicy, pipeline: Any, family: str, cfg: float, tmp_path: Path
 ) -> None:
     """ODE parity and the export's round trip in one: without the adapter the latents are others."""
     save_lora(tmp_path, policy.transformer, alpha=10.0)
@@ -82,7 +82,7 @@ def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
         assert (denoised(policy, how(family, cfg=cfg)) - untouched).abs().max() < tolerance
 
 
-def test_images_are_the_pipelines(policy: Policy, pipeline: Any, family: str) -> None:
+def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family: str) -> None:
     images = policy.decode(made(pipeline, policy, how(family)), 32).numpy()
     theirs = np.stack([np.asarray(on_white(image)) for image in made(pipeline, policy, how(family), "pil")])
     assert images.dtype == np.uint8 and images.shape == (N, 32, 32, 3)
@@ -98,7 +98,9 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 @pytest.mark.parametrize(("cfg", "kind", "size"), [(1.0, "sde", 32), (4.0, "cps", (32, 64))])
-def test_the_trainer_replays_a_trajectory(policy: Policy, family: str, cfg: float, kind: str, size: Resolution) -> None:
+def test_the_trainer_replays_a_trajectory(
+    policy: PipelinePolicy, family: str, cfg: float, kind: str, size: Resolution
+) -> None:
     """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row."""
     sampling = replace(how(family, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size)
     made = DiffusersEngine(policy).generate([request(N, how=sampling)])[0]
@@ -155,7 +157,7 @@ def test_the_blocks_hold_nearly_everything_and_checkpointing_them_changes_nothin
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
 
 
-def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family: str, policy: Policy) -> None:
+def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family: str, policy: PipelinePolicy) -> None:
     part = policy_of(family, parts="transformer")
     assert part.latent_shape(32) == policy.latent_shape(32)
     base = dict(part.transformer.named_parameters())
@@ -170,7 +172,7 @@ def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family:
         part.decode(latents(part), 32)
 
 
-def test_bfloat16_computes_there_and_returns_float32(plain: Policy, family: str) -> None:
+def test_bfloat16_computes_there_and_returns_float32(plain: PipelinePolicy, family: str) -> None:
     half = policy_of(family, dtype="bfloat16")
     positive, _ = conditioning(plain)
     with torch.no_grad():

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from tests.support.families import TEXT, N, how, passes_by_length, policy_of
 from tests.support.tiny import request
 
 
-def test_a_prompt_is_encoded_alike_whoever_else_is(policy: Policy, family: str) -> None:
+def test_a_prompt_is_encoded_alike_whoever_else_is(policy: PipelinePolicy, family: str) -> None:
     together = policy.encode([TEXT, "blue"])
     for text, found in zip([TEXT, "blue"], together, strict=True):
         (alone,) = policy.encode([text])
@@ -18,7 +18,9 @@ def test_a_prompt_is_encoded_alike_whoever_else_is(policy: Policy, family: str) 
     assert not np.array_equal(read[: len(shorter)], shorter[: len(read)])
 
 
-def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(plain: Policy, family: str) -> None:
+def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(
+    plain: PipelinePolicy, family: str
+) -> None:
     """The encoders stay on the host while the rest is loaded, and hold the same weights."""
     offloaded = policy_of(family, parts="offload")
     assert len(offloaded.text_encoders) == {"sd3": 3, "flux": 2}.get(family, 1)
@@ -30,6 +32,6 @@ def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(pla
     assert np.array_equal(one.trajectory.latents, two.trajectory.latents)
 
 
-def test_guidance_makes_as_many_passes_for_every_prompt(plain: Policy) -> None:
+def test_guidance_makes_as_many_passes_for_every_prompt(plain: PipelinePolicy) -> None:
     """Ranks that share a base by FSDP2 would wait for ever for one that makes fewer."""
     assert len(set(passes_by_length(plain))) == 1

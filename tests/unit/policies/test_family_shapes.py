@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import resolve_model, shapes_of
 from tests.support.families import TEXT, N, conditioning, how, latents, model_config
 from tests.support.shared_models import SharedModels
@@ -15,7 +15,9 @@ LARGEST = {"sd3": 256}
 """Side in pixels of the largest image of a tiny model with fewer positions than 512 px need."""
 
 
-def test_the_schedule_falls_from_one_to_zero_and_sizes_that_do_not_fit_are_refused(policy: Policy, family: str) -> None:
+def test_the_schedule_falls_from_one_to_zero_and_sizes_that_do_not_fit_are_refused(
+    policy: PipelinePolicy, family: str
+) -> None:
     side = LARGEST.get(family, 512)
     sigmas = policy.sigmas(10, side)
     assert sigmas.dtype == torch.float32 and len(sigmas) == 11
@@ -39,7 +41,7 @@ def test_published_schedules(shared_models: SharedModels) -> None:
 
 
 @pytest.mark.parametrize("resolution", [32, 512])
-def test_shapes_are_known_from_the_configurations(policy: Policy, family: str, resolution: int) -> None:
+def test_shapes_are_known_from_the_configurations(policy: PipelinePolicy, family: str, resolution: int) -> None:
     model = resolve_model(model_config(family))
     resolution = min(resolution, LARGEST.get(family, resolution))
     found = shapes_of(model, resolution)

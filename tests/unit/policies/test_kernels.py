@@ -9,9 +9,9 @@ import torch
 
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.observability.flops import FlopCounter
-from async_flowrl.policies.base import Policy
 from async_flowrl.policies.kernels import compile_blocks, use_attention
 from async_flowrl.policies.lora import lora_parameters
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
 from tests.support.families import NAMES, adapted, conditioning, how, model_config, policy_of
@@ -85,7 +85,7 @@ SHAPES: list[Shape] = [
 ]
 
 
-def velocities(policy: Policy, family: str, shapes: Sequence[Shape]) -> dict[Shape, torch.Tensor]:
+def velocities(policy: PipelinePolicy, family: str, shapes: Sequence[Shape]) -> dict[Shape, torch.Tensor]:
     """Returns the velocities of noise, made in this order."""
     made = {}
     for size, text, rows in shapes:

@@ -11,8 +11,7 @@ import torch
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import ModelConfig, TinyConfig
-from async_flowrl.policies.base import Policy
-from async_flowrl.policies.pipeline import with_euler_steps
+from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
 from async_flowrl.policies.registry import load_family, load_pipeline, load_policy, resolve_model, weights_of
 from async_flowrl.policies.tiny import spread_norms
 from async_flowrl.policies.wan import tiny_pipeline
@@ -53,7 +52,7 @@ def test_videos_are_the_stock_pipelines(
     same_videos(shared_models.policy(name), shared_models.pipeline(name), sampling)
 
 
-def same_videos(policy: Policy, pipeline: Any, sampling: Sampling) -> None:
+def same_videos(policy: PipelinePolicy, pipeline: Any, sampling: Sampling) -> None:
     """Asserts that policy and stock pipeline make the same two videos, at most one level of 255 apart."""
     frames, height, width = size = cast("tuple[int, int, int]", sampling.resolution)
     start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
-from async_flowrl.policies.base import Policy
+from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.types import Sampling, Trajectory
 from tests.support.tiny import tensors
@@ -16,7 +16,7 @@ def trajectory_of(rollout: Rollout) -> Trajectory:
 
 
 def replay(
-    policy: Policy,
+    policy: PipelinePolicy,
     found: Trajectory,
     how: Sampling,
     negative: dict[str, Tensor] | None,
