@@ -1,21 +1,21 @@
 """The reward `aesthetic`: LAION's rating of an image from its CLIP embedding; the prompt is ignored."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from async_flowrl.rewards.clip import Clip, as_openai_prepares, memory_gib
+from async_flowrl.rewards.clip import Clip, as_openai_prepares
 from async_flowrl.rewards.model_weights import check_path, check_pins, loading, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:
     import torch
 
-NAME = "aesthetic"
 # Indices of the linear layers in the original Sequential; dropout is between them. A head with ReLU has others.
 PLACES = (0, 2, 4, 6, 7)
 
 
+@dataclass(eq=False)
 class Aesthetic(Clip):
     """Rates each image from 1 to 10, in practice about 4 to 7 (Schuhmann 2022, "improved-aesthetic-predictor").
 
@@ -24,27 +24,22 @@ class Aesthetic(Clip):
     default is TRL's copy of `sac+logos+ava1-l14-linearMSE.pth`.
     """
 
-    memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
+    head: str = "trl-lib/ddpo-aesthetic-predictor"
+    head_file: str = "aesthetic-model.pth"
+    head_revision: str | None = None
+    name: ClassVar[str] = "aesthetic"
+    _layers: list[Any] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        model: str = "openai/clip-vit-large-patch14",
-        head: str = "trl-lib/ddpo-aesthetic-predictor",
-        *,
-        head_file: str = "aesthetic-model.pth",
-        revision: str | None = None,
-        head_revision: str | None = None,
-        batch_size: int = 16,
-        device: str = "auto",
-    ) -> None:
-        check_pins(NAME, revision=(model, revision), head_revision=(head, head_revision))
-        super().__init__(NAME, model, None, revision, batch_size, device, pixels=as_openai_prepares)
-        self._head, self._head_file, self._head_revision = head, head_file, head_revision
-        self._layers: list[Any] | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pins(self.name, revision=(self.model, self.revision), head_revision=(self.head, self.head_revision))
 
     def check(self, prompt: Prompt) -> None:
         super().check(prompt)
-        check_path(NAME, "head", self._head)
+        check_path(self.name, "head", self.head)
+
+    def _pixels(self, images: Any, size: int) -> "torch.Tensor":
+        return as_openai_prepares(images, size)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         import torch
@@ -60,11 +55,11 @@ class Aesthetic(Clip):
         """Returns (weight, bias) of every layer in order, on the device. Raises ValueError if the files do not fit."""
         if self._layers is None:
             network = self.load()
-            with loading(NAME, self._head):
-                state = read_weights(weights_file(self._head, self._head_file, self._head_revision))
+            with loading(self.name, self.head):
+                state = read_weights(weights_file(self.head, self.head_file, self.head_revision))
             if set(state) != {f"layers.{place}.{part}" for place in PLACES for part in ("weight", "bias")}:
                 raise ValueError(
-                    f"the {NAME} reward's head {self._head} must have the linear layers {list(PLACES)}, got "
+                    f"the {self.name} reward's head {self.head} must have the linear layers {list(PLACES)}, got "
                     f"{sorted(state)}: a head with ReLU, or of another kind, is another function; name a linear one, "
                     "like sac+logos+ava1-l14-linearMSE.pth"
                 )
@@ -73,7 +68,7 @@ class Aesthetic(Clip):
             if layers[0][0].shape[1] != width or layers[-1][0].shape[0] != 1:
                 shapes = [list(weight.shape) for weight, _ in layers]
                 raise ValueError(
-                    f"the {NAME} reward's head {self._head} has layers {shapes}, which must lead from the {width} "
+                    f"the {self.name} reward's head {self.head} has layers {shapes}, which must lead from the {width} "
                     "numbers of the CLIP model's embedding to 1"
                 )
             self._layers = [(weight.to(network.device), bias.to(network.device)) for weight, bias in layers]

@@ -4,9 +4,8 @@ Both rewards are the cosine of an image's and its prompt's embedding, by a publi
 people's choices between two images.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from PIL import Image
@@ -33,59 +32,53 @@ PUBLISHED = {
 }
 
 
-def memory_gib(
-    model: str, *, batch_size: int = 16, device: str = "auto", differentiated: int = 0, **_: Any
-) -> float | None:
-    """Returns the GiB of device memory while a batch is embedded: 0 with device="cpu", None for an unknown model.
-
-    `differentiated` is the number of images through which a gradient goes instead.
-    """
-    if model not in PUBLISHED:
-        return None
-    weights, image, with_gradient = PUBLISHED[model]
-    passing = differentiated * with_gradient or batch_size * image
-    return 0.0 if device == "cpu" else weights + passing
-
-
 @dataclass(eq=False)
 class Clip:
-    """A CLIP model of one reward (its name in messages), loaded in the first call from a local folder or the hub.
+    """A CLIP model of one reward, loaded in the first call from a local folder or the hub.
 
-    Only safetensors files are read, and no code of the repository runs. `processor` is the repository or folder of the
-    tokenizer and the image preparation; None means `model`. The revisions are commits on the hub; None means the
-    newest. `scale` is only checked here. `build` makes the CLIPModel in place of files, and `pixels`, a function of
-    images uint8 [b, H, W, 3] and size, its input float32 [b, 3, size, size] in place of the processor.
+    Only safetensors files are read, and no code of the repository runs. The revision is a commit on the hub; None
+    means the newest. A subclass has the reward's `name` in messages, and its options as further fields.
     """
 
-    reward: str
-    model: str
-    processor: str | None = None
+    model: str = "openai/clip-vit-large-patch14"
     revision: str | None = None
     batch_size: int = 16
     device: str = "auto"
-    scale: float = 1.0
-    build: Callable[[], Any] | None = None
-    pixels: Callable[..., "torch.Tensor"] | None = None
-    processor_revision: str | None = None
+    name: ClassVar[str]
     differentiable: ClassVar[bool] = True
-    # The CLIPModel, float32 on its device, once it is loaded; its tokenizer, and what makes its input from images.
+    # The CLIPModel, float32 on its device, once it is loaded, and its tokenizer and image preparation.
     network: Any = field(default=None, init=False)
     _tokenizer: Any = field(default=None, init=False)
-    _prepare: Any = field(default=None, init=False)
+    _processor: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        check_model_options(self.reward, device=self.device, batch_size=self.batch_size, scale=self.scale)
+        scale = getattr(self, "scale", 1.0)
+        check_model_options(self.name, device=self.device, batch_size=self.batch_size, scale=scale)
+
+    @classmethod
+    def memory_gib(
+        cls, *, model: str | None = None, batch_size: int = 16, device: str = "auto", differentiated: int = 0, **_: Any
+    ) -> float | None:
+        """Returns the GiB of device memory while a batch is embedded: 0 with device="cpu", None for an unknown model.
+
+        `differentiated` is the number of images through which a gradient goes instead.
+        """
+        if (model or cls.model) not in PUBLISHED:
+            return None
+        weights, image, with_gradient = PUBLISHED[model or cls.model]
+        passing = differentiated * with_gradient or batch_size * image
+        return 0.0 if device == "cpu" else weights + passing
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError if `model` or `processor` is a local path that does not exist. Nothing is loaded."""
-        check_path(self.reward, "model", self.model)
-        check_path(self.reward, "processor", self.processor or self.model)
+        """Raises ValueError for an option that is a local path and does not exist. Nothing is loaded."""
+        check_path(self.name, "model", self.model)
 
     def image_embeddings(self, images: ByteArray | Sequence[ByteArray]) -> Iterator["torch.Tensor"]:
         """Yields embeddings of images uint8 [n, H, W, 3], batch by batch: float32 [b, d] of length 1, on the device."""
         network = self.load()
+        size = int(network.config.vision_config.image_size)
         for start in range(0, len(images), self.batch_size):
-            pixels = self._prepare(images[start : start + self.batch_size]).to(network.device)
+            pixels = self._pixels(images[start : start + self.batch_size], size).to(network.device)
             yield _unit(network.get_image_features(pixel_values=pixels))
 
     def tensor_embeddings(self, images: "torch.Tensor") -> "torch.Tensor":
@@ -137,31 +130,35 @@ class Clip:
         return self.network
 
     def _load(self) -> Any:
-        import torch
-        from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+        from transformers import CLIPImageProcessorPil, CLIPTokenizer
 
         from async_flowrl.transfers import settle
 
-        device, source = choose_device(self.reward, self.device), self.processor or self.model
-        revision = self.revision if source == self.model else self.processor_revision
-        with loading(self.reward, source):
+        device, (source, revision) = choose_device(self.name, self.device), self._preparation()
+        with loading(self.name, source):
             # CLIPProcessor would pick another preparation, which rounds differently, if torchvision is installed.
-            processor = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
+            self._processor = CLIPImageProcessorPil.from_pretrained(source, revision=revision)
             self._tokenizer = CLIPTokenizer.from_pretrained(source, revision=revision)
-        with loading(self.reward, self.model):
-            options = {"revision": self.revision, "use_safetensors": True, "trust_remote_code": False}
-            build = self.build or partial(CLIPModel.from_pretrained, self.model, dtype=torch.float32, **options)
-            model = build()
+        model = self._network()
         settle(model, device)
-        size = int(model.config.vision_config.image_size)
-        self._prepare = partial(_pixels, processor) if self.pixels is None else partial(self.pixels, size=size)
         return model
 
+    def _preparation(self) -> tuple[str, str | None]:
+        """Returns the place of the tokenizer and the image preparation, and its revision."""
+        return self.model, self.revision
 
-def _pixels(processor: Any, images: ByteArray | Sequence[ByteArray]) -> "torch.Tensor":
-    """Scales the shortest side to the model's size (bicubic), crops the centre and normalises: float32 [b, 3, h, w]."""
-    inputs = processor([Image.fromarray(image) for image in images], return_tensors="pt")
-    return cast("torch.Tensor", inputs["pixel_values"])
+    def _network(self) -> Any:
+        import torch
+        from transformers import CLIPModel
+
+        options = {"revision": self.revision, "use_safetensors": True, "trust_remote_code": False}
+        with loading(self.name, self.model):
+            return CLIPModel.from_pretrained(self.model, dtype=torch.float32, **options)
+
+    def _pixels(self, images: Any, size: int) -> "torch.Tensor":
+        """Scales the shortest side to `size` (bicubic), crops the centre and normalises: float32 [b, 3, size, size]."""
+        inputs = self._processor([Image.fromarray(image) for image in images], return_tensors="pt")
+        return cast("torch.Tensor", inputs["pixel_values"])
 
 
 def as_openai_prepares(images: ByteArray, size: int) -> "torch.Tensor":
@@ -211,6 +208,7 @@ def _unit(features: Any) -> "torch.Tensor":
     return unit
 
 
+@dataclass(eq=False)
 class ClipScore(Clip):
     """100 * cos(image, text) / `scale` (Hessel et al. 2021, "CLIPScore", without its factor 2.5 and its cut at 0).
 
@@ -218,18 +216,8 @@ class ClipScore(Clip):
     trains on it divided by 30. Prompts are cut to 77 tokens and keep their end token (torchmetrics cuts it off).
     """
 
-    memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
-
-    def __init__(
-        self,
-        model: str = "openai/clip-vit-large-patch14",
-        *,
-        revision: str | None = None,
-        scale: float = 1.0,
-        batch_size: int = 16,
-        device: str = "auto",
-    ) -> None:
-        super().__init__("CLIP score", model, None, revision, batch_size, device, scale)
+    scale: float = 1.0
+    name: ClassVar[str] = "CLIP score"
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         return [100.0 * cosine / self.scale for cosine in self.cosines(images, prompt.text)]
@@ -245,6 +233,7 @@ class ClipScore(Clip):
             return torch.cat([batch.float().cpu() for batch in self.image_embeddings(images)]).numpy()
 
 
+@dataclass(eq=False)
 class ClipDirection(Clip):
     """cos(image - source, edited caption - source caption), of CLIP's embeddings, which have length 1.
 
@@ -253,32 +242,21 @@ class ClipDirection(Clip):
     image before and after the edit.
     """
 
-    sources = True
-    differentiable = False
-    memory_gib = staticmethod(partial(memory_gib, model="openai/clip-vit-large-patch14"))
-
-    def __init__(
-        self,
-        model: str = "openai/clip-vit-large-patch14",
-        *,
-        source: str = "original_prompt",
-        edited: str = "edited_prompt",
-        revision: str | None = None,
-        batch_size: int = 16,
-        device: str = "auto",
-    ) -> None:
-        super().__init__("CLIP direction", model, None, revision, batch_size, device)
-        self.columns = (source, edited)
+    source: str = "original_prompt"
+    edited: str = "edited_prompt"
+    name: ClassVar[str] = "CLIP direction"
+    sources: ClassVar[bool] = True
+    differentiable: ClassVar[bool] = False
 
     def check(self, prompt: Prompt) -> None:
         """Raises ValueError for a prompt without its two captions, or if `model` is a path that does not exist."""
         super().check(prompt)
-        captions = [prompt.metadata.get(column) for column in self.columns]
-        for column, caption in zip(self.columns, captions, strict=True):
+        captions = {column: prompt.metadata.get(column) for column in (self.source, self.edited)}
+        for column, caption in captions.items():
             if not isinstance(caption, str) or not caption.strip():
                 what = f"prompt {prompt.text!r:.80} has no text in its column {column!r}"
                 raise ValueError(f"the CLIP direction needs captions before and after the edit, and {what}")
-        if captions[0] == captions[1]:
+        if captions[self.source] == captions[self.edited]:
             raise ValueError(f"the captions of prompt {prompt.text!r:.80} before and after the edit are the same")
 
     def __call__(self, images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray]) -> Sequence[float]:
@@ -286,7 +264,7 @@ class ClipDirection(Clip):
 
         self.check(prompt)
         with torch.inference_mode():
-            before, after = (self.text_embedding(prompt.metadata[column]) for column in self.columns)
+            before, after = (self.text_embedding(prompt.metadata[of]) for of in (self.source, self.edited))
             direction, scores = (after - before).double(), []
             # The source goes with each batch, because embeddings from batches of another size differ in the last bits.
             for start in range(0, len(images), beside := max(1, self.batch_size - 1)):
@@ -298,30 +276,31 @@ class ClipDirection(Clip):
             return scores
 
 
+@dataclass(eq=False)
 class PickScore(Clip):
     """exp(logit_scale) * cos(image, text) / `scale` (Kirstain et al. 2023, "Pick-a-Pic", section 4).
 
     flow_grpo trains on it divided by 26 and reports it with `scale=1`, about 20 to 24.
     """
 
-    memory_gib = staticmethod(partial(memory_gib, model="yuvalkirstain/PickScore_v1"))
+    model: str = "yuvalkirstain/PickScore_v1"
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    processor_revision: str | None = None
+    scale: float = 26.0
+    name: ClassVar[str] = "PickScore"
 
-    def __init__(
-        self,
-        model: str = "yuvalkirstain/PickScore_v1",
-        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        *,
-        revision: str | None = None,
-        processor_revision: str | None = None,
-        scale: float = 26.0,
-        batch_size: int = 16,
-        device: str = "auto",
-    ) -> None:
-        if processor != model:
-            check_pins("PickScore", revision=(model, revision), processor_revision=(processor, processor_revision))
-        super().__init__(
-            "PickScore", model, processor, revision, batch_size, device, scale, processor_revision=processor_revision
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.processor != self.model:
+            processor_revision = (self.processor, self.processor_revision)
+            check_pins(self.name, revision=(self.model, self.revision), processor_revision=processor_revision)
+
+    def check(self, prompt: Prompt) -> None:
+        super().check(prompt)
+        check_path(self.name, "processor", self.processor)
+
+    def _preparation(self) -> tuple[str, str | None]:
+        return self.processor, self.revision if self.processor == self.model else self.processor_revision
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         return [self._factor() * cosine for cosine in self.cosines(images, prompt.text)]

@@ -6,17 +6,25 @@ renamed for transformers' CLIPModel.
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from async_flowrl.rewards.clip import Clip, memory_gib, normalised, resized
-from async_flowrl.rewards.model_weights import check_package, check_path, check_pins, read_weights, weights_file
+from async_flowrl.rewards.clip import Clip, normalised, resized
+from async_flowrl.rewards.model_weights import (
+    check_package,
+    check_path,
+    check_pins,
+    loading,
+    read_weights,
+    weights_file,
+)
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:
     import torch
 
 
+@dataclass(eq=False)
 class HPSv2(Clip):
     """cos(image, text) / `scale` (Wu et al. 2023, "Human Preference Score v2"), about 0.2 to 0.35 for `scale=1`.
 
@@ -26,31 +34,29 @@ class HPSv2(Clip):
     False as with older ones.
     """
 
-    file = "HPS_v2_compressed.pt"
-    name = "HPSv2"
-    memory_gib = staticmethod(partial(memory_gib, model="laion/CLIP-ViT-H-14-laion2B-s32B-b79K"))
+    checkpoint: str = "xswu/HPSv2"
+    model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    model_revision: str | None = None
+    scale: float = 1.0
+    antialias: bool = True
+    name: ClassVar[str] = "HPSv2"
+    file: ClassVar[str] = "HPS_v2_compressed.pt"
 
-    def __init__(
-        self,
-        checkpoint: str = "xswu/HPSv2",
-        model: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        *,
-        revision: str | None = None,
-        model_revision: str | None = None,
-        scale: float = 1.0,
-        antialias: bool = True,
-        batch_size: int = 16,
-        device: str = "auto",
-    ) -> None:
+    def __post_init__(self) -> None:
         check_package(self.name, "ftfy", "hps")
-        check_pins(self.name, revision=(checkpoint, revision), model_revision=(model, model_revision))
-        how: dict[str, Any] = {"build": self._build, "pixels": partial(prepared, antialias=antialias)}
-        how |= {"batch_size": batch_size, "device": device, "scale": scale, "processor_revision": model_revision}
-        super().__init__(self.name, checkpoint, model, revision, **how)
+        super().__post_init__()
+        pins = {"revision": (self.checkpoint, self.revision), "model_revision": (self.model, self.model_revision)}
+        check_pins(self.name, **pins)
 
     def check(self, prompt: Prompt) -> None:
-        check_path(self.name, "checkpoint", self.model)
-        check_path(self.name, "model", str(self.processor))
+        check_path(self.name, "checkpoint", self.checkpoint)
+        super().check(prompt)
+
+    def _preparation(self) -> tuple[str, str | None]:
+        return self.model, self.model_revision
+
+    def _pixels(self, images: Any, size: int) -> "torch.Tensor":
+        return prepared(images, size, antialias=self.antialias)
 
     def __call__(self, images: ByteArray, prompt: Prompt) -> Sequence[float]:
         return [cosine / self.scale for cosine in self.cosines(images, clean(prompt.text))]
@@ -63,23 +69,25 @@ class HPSv2(Clip):
         """Scales the longer side to `size`, pads with 0 and normalises; antialiased."""
         return fitted(images, size, resized)
 
-    def _build(self) -> Any:
+    def _network(self) -> Any:
         from transformers import CLIPConfig, CLIPModel
 
         from async_flowrl.seeds import untouched_rng
 
-        state = to_transformers(read_weights(weights_file(self.model, self.file, self.revision)))
-        with untouched_rng():  # the constructor draws random weights, which are replaced below
-            model = CLIPModel(CLIPConfig.from_pretrained(self.processor, revision=self.processor_revision))
+        with loading(self.name, self.checkpoint):
+            state = to_transformers(read_weights(weights_file(self.checkpoint, self.file, self.revision)))
+            with untouched_rng():  # the constructor draws random weights, which are replaced below
+                model = CLIPModel(CLIPConfig.from_pretrained(self.model, revision=self.model_revision))
         model.load_state_dict(state)
         return model.float()
 
 
+@dataclass(eq=False)
 class HPSv21(HPSv2):
     """HPSv2.1: the same architecture, trained on more and better choices."""
 
-    file = "HPS_v2.1_compressed.pt"
-    name = "HPSv2.1"
+    name: ClassVar[str] = "HPSv2.1"
+    file: ClassVar[str] = "HPS_v2.1_compressed.pt"
 
 
 def clean(text: str) -> str:

@@ -12,7 +12,7 @@ from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.memory.devices import check_devices, describe_gpus, gpus_taken, reward_seats
 from async_flowrl.memory.footprints import rollout_footprint
 from async_flowrl.memory.model_sizes import Sizes
-from async_flowrl.rewards.clip import VIT_H, memory_gib
+from async_flowrl.rewards.clip import VIT_H, PickScore
 from tests.support.allocations import Allocations
 from tests.support.fused_attention import fused_attention
 
@@ -56,8 +56,8 @@ def test_clip_takes_what_it_says() -> None:
     with torch.no_grad(), fused_attention(), Allocations() as counted:
         model.vision_model(pixel_values=torch.zeros(16, 3, 224, 224, device="meta"))
     assert VIT_H[0] * GIB == pytest.approx(weights, rel=0.01)
-    assert memory_gib("yuvalkirstain/PickScore_v1") == pytest.approx((weights + counted.peak) / GIB, rel=0.02)
-    assert (memory_gib("mine"), memory_gib("yuvalkirstain/PickScore_v1", device="cpu")) == (None, 0.0)
+    assert PickScore.memory_gib() == pytest.approx((weights + counted.peak) / GIB, rel=0.02)
+    assert (PickScore.memory_gib(model="mine"), PickScore.memory_gib(device="cpu")) == (None, 0.0)
 
 
 def test_seats_are_counted_among_the_devices() -> None:

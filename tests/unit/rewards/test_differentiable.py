@@ -26,9 +26,9 @@ PROMPT = Prompt(0, "a red fox")
 BUILT: dict[str, Callable[[dict[str, Path]], Any]] = {
     "sharpness": lambda _: sharpness,
     "clip_score": lambda of: ClipScore(str(of["clip_score"])),
-    "pickscore": lambda of: PickScore(str(of["pickscore"]), str(of["pickscore"])),
-    "hpsv2": lambda of: HPSv2(str(of["hpsv2"]), str(of["hpsv2"])),
-    "aesthetic": lambda of: Aesthetic(str(of["aesthetic"]), str(of["aesthetic"])),
+    "pickscore": lambda of: PickScore(str(of["pickscore"]), processor=str(of["pickscore"])),
+    "hpsv2": lambda of: HPSv2(str(of["hpsv2"]), checkpoint=str(of["hpsv2"])),
+    "aesthetic": lambda of: Aesthetic(str(of["aesthetic"]), head=str(of["aesthetic"])),
 }
 
 

@@ -70,7 +70,7 @@ def test_the_direction_is_the_cosine_of_two_differences(folder: Path) -> None:
 
 def test_the_score_is_the_scaled_cosine_of_image_and_text(folder: Path) -> None:
     images = pictures(5)
-    scores = PickScore(str(folder), str(folder), scale=2.0, batch_size=2)(images, PROMPT)
+    scores = PickScore(str(folder), processor=str(folder), scale=2.0, batch_size=2)(images, PROMPT)
     model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
     inputs = processor(text=[PROMPT.text], images=list(images), truncation=True, max_length=77, return_tensors="pt")
     assert inputs["input_ids"].shape[1] == 77
@@ -79,4 +79,4 @@ def test_the_score_is_the_scaled_cosine_of_image_and_text(folder: Path) -> None:
         cosine = torch.nn.functional.cosine_similarity(out.image_embeds, out.text_embeds)
     assert scores == pytest.approx((model.logit_scale.exp() * cosine / 2).tolist(), rel=1e-5)
     assert len(set(scores)) == 5
-    assert scores == PickScore(str(folder), str(folder), scale=2.0, batch_size=2)(images, PROMPT)
+    assert scores == PickScore(str(folder), processor=str(folder), scale=2.0, batch_size=2)(images, PROMPT)

@@ -71,10 +71,10 @@ def cases(name: str) -> Iterator[tuple[ByteArray, Prompt, list[float]]]:
 
 @SCALED_BY_PILLOW
 def test_pickscore_is_that_of_its_readme(folders: dict[str, Path]) -> None:
-    reward = PickScore(str(folders["pickscore"]), str(folders["pickscore"]), scale=1.0, batch_size=3)
+    reward = PickScore(str(folders["pickscore"]), processor=str(folders["pickscore"]), scale=1.0, batch_size=3)
     for images, prompt, expected in cases("pickscore"):
         assert reward(images, prompt) == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    trained_on = PickScore(str(folders["pickscore"]), str(folders["pickscore"]))
+    trained_on = PickScore(str(folders["pickscore"]), processor=str(folders["pickscore"]))
     assert trained_on(images, prompt) == pytest.approx([x / 26 for x in expected], rel=1e-5, abs=1e-5)
 
 
@@ -114,12 +114,12 @@ def test_the_names_and_shapes_of_published_checkpoints_are_those_that_are_loaded
 
 @pytest.mark.parametrize("kind", [HPSv2, HPSv21])
 def test_hpsv2_is_that_of_its_package(kind: type[HPSv2], folders: dict[str, Path]) -> None:
-    reward = kind(str(folders["hpsv2"]), str(folders["hpsv2"]), batch_size=3)
+    where = str(folders["hpsv2"])
+    reward = kind(where, checkpoint=where, batch_size=3)
     for images, prompt, expected in cases("hpsv2"):
         assert reward(images, prompt) == pytest.approx(expected, rel=1e-5, abs=2e-6)
-    assert reward(inputs.images(128, 128), prompt) != kind(
-        str(folders["hpsv2"]), str(folders["hpsv2"]), antialias=False
-    )(inputs.images(128, 128), prompt)
+    without = kind(where, checkpoint=where, antialias=False)
+    assert reward(inputs.images(128, 128), prompt) != without(inputs.images(128, 128), prompt)
 
 
 def test_hpsv2_reads_prompts_as_its_package_does() -> None:
@@ -131,7 +131,7 @@ def test_hpsv2_reads_prompts_as_its_package_does() -> None:
 
 @SCALED_BY_PILLOW
 def test_the_aesthetic_score_is_its_authors(folders: dict[str, Path]) -> None:
-    reward = Aesthetic(str(folders["aesthetic"]), str(folders["aesthetic"]), batch_size=3)
+    reward = Aesthetic(str(folders["aesthetic"]), head=str(folders["aesthetic"]), batch_size=3)
     for name, size in SIZES.items():
         expected = EXPECTED["aesthetic"]["scores"][name]
         assert reward(inputs.images(*size), ANY) == pytest.approx(expected, rel=1e-5, abs=1e-5), name
@@ -150,7 +150,7 @@ def test_hpsv2_makes_images_small_and_pads_them_as_its_package_does(sides: tuple
 def test_a_checkpoint_that_would_run_code_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     torch.save({"state_dict": {"x": Path("/")}}, tmp_path / "hps.pt")
     with pytest.raises(Exception, match=r"[Ww]eights.only"):
-        HPSv2(str(tmp_path / "hps.pt"), str(folders["hpsv2"]))(inputs.images(48, 48), ANY)
+        HPSv2(str(folders["hpsv2"]), checkpoint=str(tmp_path / "hps.pt"))(inputs.images(48, 48), ANY)
 
 
 PINNED = """
@@ -159,10 +159,10 @@ import numpy as np, sys
 from async_flowrl.types import ByteArray, Prompt
 pin = sys.argv[1]
 for reward in (
-    clip.PickScore("up/pickscore", "up/clip_score", revision=pin, processor_revision=pin),
+    clip.PickScore("up/pickscore", processor="up/clip_score", revision=pin, processor_revision=pin),
     clip.ClipScore("up/clip_score", revision=pin),
-    hps.HPSv2("up/hpsv2", "up/hpsv2b", revision=pin, model_revision=pin),
-    aesthetic.Aesthetic("up/aesthetic", "up/aesthetic", revision=pin, head_revision=pin),
+    hps.HPSv2("up/hpsv2b", checkpoint="up/hpsv2", revision=pin, model_revision=pin),
+    aesthetic.Aesthetic("up/aesthetic", head="up/aesthetic", revision=pin, head_revision=pin),
 ):
     assert np.isfinite(reward(np.zeros((1, 8, 8, 3), dtype=np.uint8), Prompt(0, "a cup")))
 """
