@@ -6,6 +6,7 @@ The classes implement SenderEndpoint and ReceiverEndpoint of checkpoint_engine/b
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from async_flowrl.config.schema import Config
@@ -21,49 +22,46 @@ DELIVERIES, CONTROL = "sync", "control"
 PUBLISHING = "publish"  # Lane of a trainer rank for publishing, which runs beside the next update.
 
 
+@dataclass(eq=False)
 class TrainerEndpoint:
     """The first trainer rank as the sender of one stream: POLICY or EMA.
 
     Its calls raise SenderLost, SenderFailed, or SenderLate after `deadlines.publish`.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[Worker],
-        config: Config,
-        on_sealed: Callable[[Header], None],
-        *,
-        stream: str = POLICY,
-    ) -> None:
-        """`on_sealed` gets every version's header before a receiver can acknowledge it; `ranks` are all ranks."""
-        self._first, self._ranks, self._config = ranks[0], ranks[:1], config
-        self._on_sealed, self._stream = on_sealed, stream
+    ranks: Sequence[Worker]  # Those that hold the versions, the sender first.
+    config: Config
+    on_sealed: Callable[[Header], None]  # Gets every version's header before a receiver can acknowledge it.
+    stream: str = POLICY
+
+    def __post_init__(self) -> None:
+        self._first = self.ranks[0]
 
     async def stage(self, version: int) -> None:
         # On the main lane, between two updates: the next one changes the EMA.
-        if self._stream == EMA:
+        if self.stream == EMA:
             await self._keep(version, lane="main")
-        await self._all("sender.stage", version, self._stream, lane="main")
+        await self._all("sender.stage", version, self.stream, lane="main")
 
     async def seal(self, version: int) -> Header:
         header = await self._seal(version)
-        self._on_sealed(header)
+        self.on_sealed(header)
         return header
 
     async def _seal(self, version: int) -> Header:
-        header: Header = await self._call(f"{self._stream}.seal", version)
+        header: Header = await self._call(f"{self.stream}.seal", version)
         return header
 
     async def payload(self, version: int) -> Any:
-        return await self._split(f"sender.{self._stream}.payload", version)
+        return await self._split(f"sender.{self.stream}.payload", version)
 
     async def hold(self, version: int) -> None:
         await self._keep(version, lane=PUBLISHING)
-        await self._call(f"{self._stream}.hold", version)
+        await self._call(f"{self.stream}.hold", version)
 
     async def release(self, version: int) -> None:
-        await self._call(f"{self._stream}.release", version)
-        await self._all("versions.release", self._stream, version)
+        await self._call(f"{self.stream}.release", version)
+        await self._all("versions.release", self.stream, version)
 
     async def proof(self) -> tuple[Header, Any, dict[str, Any]]:
         """Returns header, bytes (a reference) and probe of random weights (checkpoint_engine/binding_proof.py)."""
@@ -79,7 +77,7 @@ class TrainerEndpoint:
         return address
 
     async def draft(self, version: int) -> Draft:
-        draft: Draft = await self._call(f"{self._stream}.draft", version)
+        draft: Draft = await self._call(f"{self.stream}.draft", version)
         return draft
 
     # The failure of a collective is not the rank's: the version then goes by the object store.
@@ -110,7 +108,7 @@ class TrainerEndpoint:
         return await self._together(method, lambda rank: rank.call(method, *arguments, lane=lane))
 
     async def _together(self, method: str, call: Callable[[Worker], Coroutine[Any, Any, Any]]) -> list[Any]:
-        waiting = [rank.name for rank in self._ranks]
+        waiting = [rank.name for rank in self.ranks]
 
         async def answered(rank: Worker) -> Any:
             answer = await call(rank)  # made here, as a task that is cancelled before it begins would never await it
@@ -118,7 +116,7 @@ class TrainerEndpoint:
             return answer
 
         async with self._answers(waiting, method):
-            return await together(*(answered(rank) for rank in self._ranks))
+            return await together(*(answered(rank) for rank in self.ranks))
 
     @asynccontextmanager
     async def _answers(self, waiting: Sequence[str], method: str) -> AsyncIterator[None]:
@@ -126,7 +124,7 @@ class TrainerEndpoint:
 
         Raises SenderLost or SenderFailed in place of a WorkerDied or WorkerFailed of the body.
         """
-        seconds = self._config.deadlines.publish
+        seconds = self.config.deadlines.publish
         try:
             async with limited(seconds, lambda: SenderLate(waiting, method, seconds)):
                 yield
@@ -136,10 +134,11 @@ class TrainerEndpoint:
             raise SenderFailed(error.worker, error.method, error.kind, error.message, error.remote_traceback) from error
 
     async def _keep(self, version: int, *, lane: str) -> None:
-        if self._config.keeps_state:
-            await self._all("versions.keep", self._stream, version, lane=lane)
+        if self.config.keeps_state:
+            await self._all("versions.keep", self.stream, version, lane=lane)
 
 
+@dataclass(eq=False)
 class GatheredEndpoint(TrainerEndpoint):
     """The first trainer rank as the sender of versions of which every rank keeps some rows.
 
@@ -147,25 +146,14 @@ class GatheredEndpoint(TrainerEndpoint):
     older one, for a receiver that is late, is gathered once more between two calls to train.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[Worker],
-        config: Config,
-        on_sealed: Callable[[Header], None],
-        *,
-        stream: str = POLICY,
-        training: asyncio.Lock,
-        gathering: asyncio.Lock,
-    ) -> None:
-        """`training` is held during every call to train, and `gathering` during every gather, of any stream."""
-        super().__init__(ranks, config, on_sealed, stream=stream)
-        self._ranks, self._training, self._gathering = ranks, training, gathering
-        self._sealed: tuple[int, Header] | None = None
+    training: asyncio.Lock = field(kw_only=True)  # Held during every call to train.
+    gathering: asyncio.Lock = field(kw_only=True)  # Held during every gather, of any stream.
+    _sealed: tuple[int, Header] | None = None
 
     async def _seal(self, version: int) -> Header:
         if self._sealed is None or self._sealed[0] != version:
-            async with self._gathering:
-                headers = await self._all("sender.gather", version, self._stream)
+            async with self.gathering:
+                headers = await self._all("sender.gather", version, self.stream)
             self._sealed = version, headers[0]
         return self._sealed[1]
 
@@ -178,14 +166,14 @@ class GatheredEndpoint(TrainerEndpoint):
         except SenderFailed as error:
             if error.exception != VersionGone.__name__:
                 raise
-        method, arguments = "sender.recall", (version, self._stream)
+        method, arguments = "sender.recall", (version, self.stream)
 
         def recalled(rank: Worker) -> Coroutine[Any, Any, Any]:
             if rank is self._first:
                 return rank.call_split(method, *arguments, returns=2)
             return rank.call(method, *arguments)
 
-        async with self._training, self._gathering:
+        async with self.training, self.gathering:
             answers = await self._together(method, recalled)
         return answers[0][1][0]
 
@@ -193,10 +181,10 @@ class GatheredEndpoint(TrainerEndpoint):
         await self._keep(version, lane=PUBLISHING)
 
     async def release(self, version: int) -> None:
-        await self._all("versions.release", self._stream, version)
+        await self._all("versions.release", self.stream, version)
 
     async def _keep(self, version: int, *, lane: str) -> None:
-        await self._all("versions.keep", self._stream, version, lane=lane)
+        await self._all("versions.keep", self.stream, version, lane=lane)
 
 
 class RolloutEndpoint:

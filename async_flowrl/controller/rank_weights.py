@@ -38,7 +38,7 @@ class ReplicatedWeights:
         return self._pool.workers
 
     def sender(self, config: Config, on_sealed: OnSealed, stream: str = POLICY) -> TrainerEndpoint:
-        return TrainerEndpoint(self.ranks, config, on_sealed, stream=stream)
+        return TrainerEndpoint(self.ranks[:1], config, on_sealed, stream=stream)
 
     def transport(self, config: Config, chosen: str) -> str:
         """Returns the transport that a run takes that has chosen this one by its devices. Raises ConfigError."""
@@ -68,8 +68,9 @@ class ShardedWeights(ReplicatedWeights):
         self._gathering = asyncio.Lock()
 
     def sender(self, config: Config, on_sealed: OnSealed, stream: str = POLICY) -> TrainerEndpoint:
-        locks = {"training": self._training, "gathering": self._gathering}
-        return GatheredEndpoint(self.ranks, config, on_sealed, stream=stream, **locks)
+        return GatheredEndpoint(
+            self.ranks, config, on_sealed, stream, training=self._training, gathering=self._gathering
+        )
 
     def transport(self, config: Config, chosen: str) -> str:
         """The first rank sends from host memory, which NCCL cannot."""
