@@ -36,14 +36,14 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def find_data(path: str, base: Path | None = None, *, key: str = "", folder: bool = False) -> Path:
+def find_data(path: str, *, key: str = "", folder: bool = False) -> Path:
     """Returns the path of an existing file, or also of a folder with `folder=True`.
 
-    A relative path is looked up in `base` (None means the working directory), then among the shipped files. Raises
-    FileNotFoundError, which names `key` and a similar file name in the folders searched.
+    A relative path is looked up in the working directory, then among the shipped files. Raises FileNotFoundError, which
+    names `key` and a similar file name in the folders searched.
     """
     place = expanded(path)
-    roots = [Path()] if place.is_absolute() else [base or Path.cwd(), config_dir()]
+    roots = [Path()] if place.is_absolute() else [Path.cwd(), config_dir()]
     candidates = [root / place for root in roots]
     for candidate in candidates:
         if candidate.is_file() or (folder and candidate.is_dir()):

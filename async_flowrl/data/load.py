@@ -36,12 +36,11 @@ class Data(NamedTuple):
     chosen: str
 
 
-def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = None, base: Path | None = None) -> Data:
+def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = None) -> Data:
     """Returns the training and the evaluation prompts of `data.*`, in file order. Raises FileNotFoundError or
     PromptError.
 
-    `needs_target` refuses prompts without a target; `check` refuses further ones by a ValueError. Relative paths are
-    looked up in `base` (None: the working directory), then among the shipped files.
+    `needs_target` refuses prompts without a target; `check` refuses further ones by a ValueError.
     """
     keys = Keys(config.prompt_key, config.weight_key, needs_target, config.images)
     if config.held_out and config.evaluation is not None:
@@ -49,10 +48,10 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
             f"data.held_out={config.held_out:g} takes the prompts of evaluations from data.train, but data.evaluation="
             f"{config.evaluation} gives them, too: leave one of them out"
         )
-    path = find_data(config.train, base, key="data.train", folder=True)
+    path = find_data(config.train, key="data.train", folder=True)
     source = scanned(open_split(path, TRAIN, keys), keys, check)
     keys = Keys(config.prompt_key, None, needs_target, config.images)
-    if (rows := evaluation_rows(config, path, keys, base)) is not None:
+    if (rows := evaluation_rows(config, path, keys)) is not None:
         data = Data(Prompts(source), Prompts(scanned(rows, keys, check)), f"of {rows.path}")
     else:
         data = divided(config, source)
@@ -82,10 +81,10 @@ def scanned(rows: Rows, keys: Keys, check: Check | None = None) -> Scan:
     return result
 
 
-def evaluation_rows(config: DataConfig, train: Path, keys: Keys, base: Path | None = None) -> Rows | None:
+def evaluation_rows(config: DataConfig, train: Path, keys: Keys) -> Rows | None:
     """Returns the rows of data.evaluation, or of the test split of the folder `train`; None if there are none."""
     if config.evaluation is not None:
-        path = find_data(config.evaluation, base, key="data.evaluation", folder=True)
+        path = find_data(config.evaluation, key="data.evaluation", folder=True)
         return open_split(path, EVALUATION, keys)
     if config.held_out or not train.is_dir() or (train / "state.json").is_file():
         return None

@@ -111,7 +111,7 @@ def test_the_working_directory_comes_before_the_shipped_files(tmp_path: Path, mo
 
 def test_shipped_ocr_prompts_have_targets_and_are_held_out() -> None:
     config = DataConfig(train="prompts/ocr_train.txt", evaluation="prompts/ocr_test.txt")
-    train = load_data(config, needs_target=True, base=config_dir()).train
-    test = load_data(config, needs_target=True, base=config_dir()).evaluation
+    train = load_data(config, needs_target=True).train
+    test = load_data(config, needs_target=True).evaluation
     assert (len(train), len(test)) == (200, 40)
     assert not {p.text for p in train} & {p.text for p in test}

@@ -39,7 +39,7 @@ def test_reward_groups_build(group: str) -> None:
             check_prompts(config.reward, [Prompt(0, "make it red")])
         return
     needs_target = check_rewards(config.reward)
-    data = load_data(config.data, needs_target=needs_target, base=config_dir())
+    data = load_data(config.data, needs_target=needs_target)
     for prompts in (data.train, data.evaluation):
         check_prompts(config.reward, prompts)
 
