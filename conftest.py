@@ -1,6 +1,7 @@
 """Setup of every test session, wherever it is started. Not in tests/, which would then be on the import path."""
 
 import gc
+import json
 import os
 import shlex
 import signal
@@ -22,10 +23,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
-    """Has the test processes (`-n`) forked by a process that has imported torch for all, which saves seconds each."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Has the test processes (`-n`) forked by a process that has imported torch and the tests, for seconds each."""
     from tests.support import forked
 
+    os.environ[forked.ARGUMENTS] = json.dumps(config.args)
     for spec in specs:
         spec.python = shlex.join(forked.python(forked.TESTS))
 
@@ -56,21 +58,6 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """Of several test processes (`-n`), each begins elsewhere in every folder.
-
-    In a new checkout, each thus compiles other files first and finds the rest compiled by the other processes. The
-    order of the tests is made the same again by `pytest_collection_modifyitems`.
-    """
-    report: Any = yield
-    process = getattr(collector.config, "workerinput", None)
-    if process is not None and isinstance(collector, pytest.Directory):
-        first = len(report.result) * int(process["workerid"][2:]) // process["workercount"]
-        report.result = report.result[first:] + report.result[:first]
-    return report
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -105,8 +92,10 @@ SHARED_CLUSTER = "ray_here"
 """Fixture of a cluster for the tests of several files, which come one after the other within their lane."""
 CLUSTERS = {SHARED_CLUSTER: "runs", "full_run": "runs", "stopped_run": "runs", "existing_cluster": "clusters"}
 """Fixture that starts a cluster → the lane of the tests that use it, which need no mark."""
+TOGETHER = "tests/unit/plan/"
+"""Folder whose tests go to one process, in which torch remembers what each operation makes of fake tensors."""
 LONG = (
-    "tests/unit/plan/test_rehearsal",
+    TOGETHER,
     "tests/unit/checkpoint_engine/test_engine_processes.py",
     "tests/integration/",
     "tests/chaos/",
@@ -120,14 +109,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
     The lanes come first, then what takes long. What `-m` left out is gone by then.
     """
-    if items and getattr(items[0].config, "workerinput", None) is not None:
-        items.sort(key=lambda item: item.path.parts)
     yield
     paths = {item: item.path.relative_to(item.config.rootpath).as_posix() for item in items}
     lanes = {item: _lane(item) for item in items}
     for item in items:
         if getattr(item.config.option, "loadgroup", False):
-            _group(item, lanes[item] or paths[item])
+            _group(item, lanes[item] or (TOGETHER if paths[item].startswith(TOGETHER) else paths[item]))
 
     def turn(item: pytest.Item) -> tuple[int, bool]:
         if lane := lanes[item]:

@@ -39,9 +39,11 @@ when it is imported, or it overwrites this one. Where the forking process is sha
 SHAREABLE = sys.version_info < (3, 14)
 """Later versions of Python let only the process that has started a forkserver ask it for a fork."""
 TESTS: Any = forkserver.ForkServer()
-"""Another such process, from which the test processes are forked: what they compare with forks of the first one has
-hashed in another order."""
-TESTS.set_forkserver_preload(PRELOADED)
+"""Another such process, from which the test processes are forked, with all tests imported: what they compare with forks
+of the first one has hashed in another order."""
+TESTS.set_forkserver_preload([*PRELOADED, "tests.support.collected"])
+ARGUMENTS = "TESTS_TO_COLLECT"
+"""Environment variable with the files and folders of the tests to import, a JSON list."""
 PROGRAM = Path(__file__).with_name("forked_python.py")
 
 
