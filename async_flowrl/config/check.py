@@ -6,6 +6,7 @@ Every error message is one sentence.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -222,7 +223,7 @@ def unknown_keys(values: Mapping[str, Any], schema: type[Any], prefix: str = "")
     names = {f.name for f in fields(schema)}
     for key, value in values.items():
         if str(key) not in names:
-            yield _unknown(prefix, str(key), value, names)
+            yield removed(f"{prefix}{key}") or _unknown(prefix, str(key), value, names)
             continue
         if not isinstance(value, Mapping):
             continue
@@ -263,6 +264,23 @@ def all_keys(schema: type[Any] = Config, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(kind := section_or_null(hint), type) and is_dataclass(kind):
             yield from all_keys(kind, f"{prefix}{name}.")
+
+
+# Configuration keys that are gone. Key (* is any name), or section with all its keys → what to do instead.
+REMOVED: Mapping[str, str] = {
+    "debug": "tests and benchmarks give a run other worker classes (benchmarks/disturbed.py)",
+    "limits.successors": "all trainer ranks are started again when one dies; limits.recoveries says how often",
+    "preflight": "a run checks its nodes before it loads models, and so does async-flowrl doctor",
+    "*reward.terms.*.serve.hung_calls": "a server hangs if its health path gives no 200 for serve.hung_seconds",
+    "*reward.terms.*.serve.requirements": "begin command with uv run --isolated --no-project --with-requirements FILE",
+}
+
+
+def removed(key: str) -> str | None:
+    parts = key.split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    hints = ((name, hint) for name in names for pattern, hint in REMOVED.items() if fnmatchcase(name, pattern))
+    return next((f"configuration key {name} is gone: {hint}" for name, hint in hints), None)
 
 
 ONE_MACHINE = (

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigIndexError, ConfigKeyError, ConfigTypeError, OmegaConfBaseException, ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from async_flowrl.config.check import ConfigError, section_or_null, unknown_keys
+from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
 from async_flowrl.config.error_text import did_you_mean, first_line, unknown_name
 from async_flowrl.config.models import is_toy
 from async_flowrl.config.own_code import absolute
@@ -263,7 +263,7 @@ def _merged(written: DictConfig, unknown: list[str]) -> Any:
             if len(written) == 1 and not section:  # no key of the file is known
                 raise
             del owner[name]
-            unknown.append(key)
+            unknown += [] if removed(key) else [key]
 
 
 def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, sweeps: bool = False) -> list[str]:
@@ -332,7 +332,7 @@ def explain(error: Exception) -> str:
     key = re.sub(r"\[\d+\]", "", str(getattr(cause, "full_key", None) or ""))
     text = f"{error}\n{error.__cause__ or ''}\n{cause or ''}"
     unknown = re.search(r"Key '\w+' not in '\w+'\s+full_key: ([\w.]+)", text)
-    if not unknown and (sentence := _missing_term(text)):
+    if sentence := removed(unknown[1]) if unknown else _missing_term(text):
         return sentence
     if unknown and is_dataclass(kind := _field(unknown[1].rpartition(".")[0])[0]):
         section, _, name = unknown[1].rpartition(".")
