@@ -1,5 +1,6 @@
 """Reading of what is exported: a run directory, a checkpoint, or a LoRA of any format."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.checkpoint import MANIFEST, Checkpoint, checkpoint_step, find_checkpoint, read_checkpoint
+
+logger = logging.getLogger(__name__)
 
 PEFT = "peft"  # Folder of PEFT's files inside an exported folder.
 
@@ -54,7 +57,7 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     part = "ema" if average and "ema" in held.tensors else "weights"
     weights, model = _trained(held, part, str(checkpoint)), _model(base, config)
     if isinstance(weights, LoraFile):
-        _check_layers(weights, model, path)
+        _check_layers(weights, model, path, base)
     return Source(weights, model, config, run if config is not None else None, checkpoint_step(checkpoint), part)
 
 
@@ -107,24 +110,30 @@ def _read_lora(path: Path, base: str | None) -> Source:
             raise ValueError(f"{error}; with --base it is read as the LoRA of that model, in any names") from error
         lora = lora_formats.read_back(file, resolve_model(model).family)
     lora_file.check_finite(lora.tensors, str(path))
-    _check_layers(lora, model, path)
+    _check_layers(lora, model, path, base)
     return Source(lora, model, config, run, None)
 
 
-def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path) -> None:
-    # Raises ValueError for a layer that the model does not have, or has in another size; not if it is not here.
+def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path, base: str | None) -> None:
+    # Raises ValueError for a layer that the model does not have, or has in another size; warns if nobody knows.
     if model is None:
         return
-    try:
-        resolved = resolve_model(model)
-        network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer
-    except (ValueError, OSError):
+    for weights in (model.weights, "random"):  # which builds published models from their descriptions in configs/
+        try:
+            resolved = resolve_model(replace(model, weights=weights))
+            network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer
+            break
+        except (ValueError, OSError):
+            continue
+    else:
+        if base is not None:
+            logger.warning("WARNING: whether the LoRA fits %s is not known, as that model is not here", base)
         return
-    weights = {name.removesuffix(".weight"): tuple(parameter.shape) for name, parameter in network.named_parameters()}
+    shapes = {name.removesuffix(".weight"): tuple(parameter.shape) for name, parameter in network.named_parameters()}
     for module in lora_file.modules_of(lora.tensors):
         a, b = (lora.tensors[f"{module}.lora_{side}.weight"] for side in "AB")
-        if weights.get(module) != (b.shape[0], a.shape[1]):
-            finding = f"is {list(weights[module])} there" if module in weights else "is not there"
+        if shapes.get(module) != (b.shape[0], a.shape[1]):
+            finding = f"is {list(shapes[module])} there" if module in shapes else "is not there"
             raise ValueError(f"{path} does not fit {model.path}: its layer {module} {finding}")
 
 
