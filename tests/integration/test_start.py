@@ -11,7 +11,8 @@ import pytest
 from async_flowrl.config import exit_codes
 from async_flowrl.main import main
 from separation.processes import descendants
-from tests.integration.runs import LIMIT, ROOT, TINY, finish, lines, start, wait_until
+from tests.integration.forked_run import ForkedRun
+from tests.integration.runs import LIMIT, ROOT, TINY, lines, wait_until
 from tests.integration.watched import SECONDS, WatchedRun
 from tests.support.forked import python
 from tests.support.marked import left_after, marked_processes
@@ -54,10 +55,11 @@ def test_every_worker_is_a_process_and_ends_with_its_run(full_run: WatchedRun) -
 def test_a_signal_while_the_cluster_starts_ends_all_of_it(
     tmp_path: Path, mark: str, number: signal.Signals, code: int
 ) -> None:
-    process = start(tmp_path / "run", "one_step_off")
+    process = ForkedRun(tmp_path / "run", "one_step_off", backend="ray")
     wait_until(process, lambda: descendants(process.pid), "the first daemon of its cluster")
     process.send_signal(number)
-    finish(process, code)
+    _, err = process.communicate()
+    assert process.poll() == code, err
     assert not lines(tmp_path / "run" / "metrics.jsonl"), "it ends at once, not after a step"
     assert left_after(SECONDS, lambda: marked_processes(mark)) == []
 
