@@ -29,6 +29,7 @@ from async_flowrl.config.compose import (
     explain,
     for_hydra,
     is_hydras,
+    registered,
     typed,
     without_hydra,
 )
@@ -152,7 +153,8 @@ def through_hydra(arguments: Sequence[str], options: argparse.Namespace, workers
     sys.argv[1:] = [*flags, *for_hydra(options.config_name, overrides, options.config_dir)]
     entry: Any = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir()), config_name=DEFAULT)(job)
     try:
-        entry()
+        with registered(light=False):  # `for_hydra` has composed.
+            entry()
         report_over(folders, jobs=len(codes) - 1)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error

@@ -160,7 +160,7 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
     try:
         with (
             initialize_config_dir(str(folders[0]), job_name="async_flowrl", version_base=VERSION_BASE),
-            _registered(light=not any(map(is_hydras, overrides))),
+            registered(light=not any(map(is_hydras, overrides))),
         ):
             return compose(name, [*others, *overrides], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -168,8 +168,11 @@ def _composed(name: str, overrides: Sequence[str], folder: Path | None) -> DictC
 
 
 @contextmanager
-def _registered(*, light: bool) -> Iterator[None]:
-    # Within initialize_config_dir, which registers what Hydra's plugins have: here that would be forgotten.
+def registered(*, light: bool) -> Iterator[None]:
+    """Inside, Hydra does not copy what is registered with it; `light` leaves out its own settings in UNREAD.
+
+    Within or after initialize_config_dir, which registers what Hydra's plugins have: here that would be forgotten.
+    """
     store = ConfigStore.instance()
     whole, hydras = store.repo, store.repo["hydra"]
     if light:
@@ -182,7 +185,7 @@ def _registered(*, light: bool) -> Iterator[None]:
 
 
 class _Shared(dict[str, Any]):
-    """What is registered with Hydra, which would copy it for every composition: a tenth of the time."""
+    """What is registered with Hydra, which would copy it for every composition and every group of `--help`."""
 
     def __deepcopy__(self, memo: Any) -> "_Shared":
         return self
