@@ -1,6 +1,7 @@
 """Base class of model families, for the rollout engine and the trainer; one file per family implements it."""
 
 import inspect
+import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+from async_flowrl.config.error_text import quieter
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, Shapes, scale_factor
 from async_flowrl.policies.quantizer import NOT_QUANTIZED, Quantizer
@@ -105,9 +107,7 @@ class PipelineFamily:
                 }
                 transformer = self.joined(networks, boundary_ratio(path, revision))
                 settle(transformer, device)
-            scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
-                path, subfolder="scheduler", revision=revision
-            )
+            scheduler = euler_scheduler(path, revision)
             vae = configuration(path, "vae", revision)
         options = {"dtype": dtype, "pipeline": pipeline, "max_sequence_length": max_sequence_length}
         return self.policy_of(transformer, scheduler, vae, **options)
@@ -259,6 +259,14 @@ def weight_options(dtype: torch.dtype, revision: str | None) -> dict[str, Any]:
 
     name = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
     return {name: dtype, "revision": revision, "use_safetensors": True}
+
+
+def euler_scheduler(path: str, revision: str | None = None) -> Any:
+    """Returns an Euler scheduler of a folder's settings; a `flow_shift` in them is applied by `with_euler_steps`."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    with quieter("diffusers.configuration_utils", logging.ERROR):  # which warns that the flow_shift is ignored
+        return FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler", revision=revision)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from async_flowrl.config.models import Architecture
 from async_flowrl.config.paths import cache_dir
 from async_flowrl.policies.pipeline import PipelinePolicy, estimated_tokens
-from async_flowrl.policies.pipeline_family import PipelineFamily, structure
+from async_flowrl.policies.pipeline_family import PipelineFamily, euler_scheduler, structure
 from async_flowrl.policies.quantizer import Quantizer
 from async_flowrl.policies.stored import EXPERTS, FOLDER, Weights, boundary_ratio, configuration, fill
 from async_flowrl.policies.tiny import cached
@@ -83,8 +83,7 @@ def random_policy(
     fill(vae, RandomWeights(vae), device)
     parameters = inspect.signature(stock).parameters
     nothing = dict.fromkeys(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler")
-    loaded: dict[str, Any] = {**family.components(network), "vae": vae, "scheduler": scheduler}
+    loaded: dict[str, Any] = {**family.components(network), "vae": vae, "scheduler": euler_scheduler(path)}
     if (ratio := boundary_ratio(path)) is not None:
         loaded["boundary_ratio"] = ratio
     pipeline = stock(**nothing | family.own_parts(None) | loaded)
