@@ -13,7 +13,6 @@ from async_flowrl.memory.footprints import GIB, planned_trainer, trainer_footpri
 from async_flowrl.memory.rehearsed import alone, model_sizes
 from async_flowrl.memory.trainer_layout import LAYOUT, resolved
 
-AUTO = "trainer.gradient_checkpointing=auto"
 Layout = tuple[str, int | None, str]
 WHOLE: Layout = ("none", None, "none")
 PEAKS = {"none": 16, "every_4": 12, "every_3": 10, "every_2": 8, "full": 2}
@@ -83,7 +82,7 @@ def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config,
 
 
 def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> None:
-    by_node = config("tune=full", "model.tiny.layers=1", "trainer.num_workers=4", "trainer.workers_per_node=2", AUTO)
+    by_node = config("tune=full", "model.tiny.layers=1", "trainer.num_workers=4", "trainer.workers_per_node=2")
     size = planned_trainer(laid_out(by_node, WHOLE)).total
     assert layout(by_node, 2 * size)[0] == "none"
     found = layout(by_node, size // 4)

@@ -9,10 +9,11 @@ from torch import nn
 from async_flowrl.cli.plan_memory import describe
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.footprints import host_bytes, plan_memory, trainer_footprint
+from async_flowrl.memory.footprints import GIB, host_bytes, plan_memory, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rank import rehearse_trainer
 from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
+from async_flowrl.rewards.clip import VIT_L
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.parts import World
@@ -85,6 +86,14 @@ def test_each_stream_of_whole_weights_pins_its_versions() -> None:
     assert host_bytes(config, model) == alone + alone // (config.live_versions + 2), "the next one to be evaluated"
     config.trainer.ema_decay = 0.9
     assert host_bytes(config, model) == 2 * alone > 0
+
+
+def test_a_loss_through_the_reward_counts_the_reward_and_the_vae() -> None:
+    one = ("model=tiny", "reward=clip_score", "trainer.micro_batch_size=1", "trainer.timesteps_per_forward=1")
+    plain = planned_trainer(compose_config("one_step_off", [*one, "algorithm=diffusion_nft"]))
+    parts = planned_trainer(compose_config("one_step_off", [*one, "algorithm=direct_align", "group_size=1"])).parts
+    assert parts["reward clip_score"] == round((VIT_L[0] + VIT_L[2]) * GIB)
+    assert parts["activations"] > 2 * plain.parts["activations"]
 
 
 def test_storages_count_from_their_making_until_nothing_refers_to_them() -> None:
