@@ -471,7 +471,7 @@ class TrainerConfig:
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
     micro_batch_size: DefaultInt = setting(None, at_least=1, changes=ROUNDING)
     """Images of a group per forward pass; must divide group_size (for dpo: at least 2). Ranks share groups in parts of
-    this size. null = the largest that does, up to 16."""
+    this size. null = the largest that does, up to 16 (8 for FLUX.1-Kontext, whose activations fill 80 GB with 16)."""
     timesteps_per_forward: int | None = setting(1, at_least=1, changes=ROUNDING)
     """Trained denoising steps of an image per forward pass; must divide their number; null = all of them."""
     updates_per_batch: int = setting(1, at_least=1)
@@ -781,15 +781,17 @@ class Config:
     def __post_init__(self) -> None:
         rollout, trainer, model = self.rollout, self.trainer, self.model
         of_rollout = (rollout.resolution, rollout.num_inference_steps, rollout.true_cfg_scale, rollout.guidance_scale)
+        most = MICRO_BATCH
         if None in (self.lora.rank, *of_rollout, trainer.learning_rate):
             family = model.tiny.family if (model.family, model.path) == ("auto", TINY) else model.family
             defaults = model_defaults(model.path, family, model.revision)
             if self.tune == FULL:
                 defaults["trainer"]["learning_rate"] *= 0.01
+            most = defaults["trainer"].pop("micro_batch_size", most)
             for section, values in defaults.items():
                 _fill(getattr(self, section), values)
         pair = 2 if self.algorithm.name == "dpo" else 1
-        fitting = [size for size in range(1, MICRO_BATCH + 1) if self.group_size % size == 0]
+        fitting = [size for size in range(1, most + 1) if self.group_size % size == 0]
         _fill(self.lora, {"alpha": 2.0 * self.lora.rank})
         _fill(trainer, {"micro_batch_size": max(pair, *fitting)})
 
