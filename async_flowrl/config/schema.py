@@ -471,7 +471,7 @@ class TrainerConfig:
     """Ranks that share one copy of the base with shard=hybrid, e.g. those of a node; must divide num_workers."""
     micro_batch_size: DefaultInt = setting(None, at_least=1, changes=ROUNDING)
     """Images of a group per forward pass; must divide group_size (for dpo: at least 2). Ranks share groups in parts of
-    this size. null = the largest that does, up to 16 (8 for FLUX.1-Kontext, whose activations fill 80 GB with 16)."""
+    this size. null = the largest that does, up to 16 (FLUX.1-Kontext 8, Qwen-Image-Edit 2: that fits 80 GB)."""
     timesteps_per_forward: int | None = setting(1, at_least=1, changes=ROUNDING)
     """Trained denoising steps of an image per forward pass; must divide their number; null = all of them."""
     updates_per_batch: int = setting(1, at_least=1)

@@ -62,6 +62,7 @@ def test_a_real_model_alone_has_the_values_of_its_recipe(pipeline: str, tmp_path
         (["model=flux_kontext"], 8),
         (["model=flux_kontext", "group_size=12"], 6),
         (["model=tiny_flux_kontext"], 16),
+        (["model=qwen_image_edit_2511"], 2),
         (["model=flux_dev"], 16),
     ],
 )
