@@ -110,7 +110,7 @@ class RolloutConfig:
     engine: str = setting("diffusers", choices=("diffusers", "vllm_omni"))
     """diffusers (the reference) or vllm_omni (needs the extra `vllm-omni`; see docs/rollout_engines.md)."""
     batch_size: int | None = setting(None, at_least=1, changes=ROUNDING)
-    """Images of a ticket per forward pass: tickets are cut into chunks of this size; null = no cutting."""
+    """Images of a ticket per forward pass: tickets are cut into chunks; null = no cutting (Qwen-Image-Edit: 8)."""
     tickets_per_batch: int = setting(1, at_least=1, changes=ROUNDING)
     """Training tickets that one forward pass computes together, always the same ones, with prompts of about one length.
     It helps if single tickets are too small to fill a GPU; the last float bits of an image then depend on its batch."""

@@ -57,24 +57,26 @@ def test_a_real_model_alone_has_the_values_of_its_recipe(pipeline: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("words", "images"),
+    ("words", "images", "sampled"),
     [
-        (["model=flux_kontext"], 8),
-        (["model=flux_kontext", "group_size=12"], 6),
-        (["model=tiny_flux_kontext"], 16),
-        (["model=qwen_image_edit_2511"], 2),
-        (["model=flux_dev"], 16),
+        (["model=flux_kontext"], 8, None),
+        (["model=flux_kontext", "group_size=12"], 6, None),
+        (["model=tiny_flux_kontext"], 16, None),
+        (["model=qwen_image_edit_2511"], 2, 8),
+        (["model=tiny_qwen_image_edit"], 16, None),
+        (["model=flux_dev"], 16, None),
     ],
 )
-def test_a_micro_batch_of_a_family_that_fits_its_card(words: list[str], images: int) -> None:
-    assert compose_config("one_step_off", words).trainer.micro_batch_size == images
+def test_batches_of_a_family_that_fit_its_card(words: list[str], images: int, sampled: int | None) -> None:
+    config = compose_config("one_step_off", words)
+    assert (config.trainer.micro_batch_size, config.rollout.batch_size) == (images, sampled)
 
 
 def test_every_family_has_a_file_with_every_value() -> None:
     files = {path.stem: OmegaConf.load(path) for path in (config_dir() / "family").glob("*.yaml")}
     assert set(files) == {*FAMILIES, "toy", "other"} and set(PIPELINES.values()) == set(FAMILIES)
     for name in {*FAMILIES, "other"}:
-        optional = {"micro_batch_size"}
+        optional = {"batch_size", "micro_batch_size"}
         assert {section: tuple(v for v in each if v not in optional) for section, each in files[name].items()} == KEYS
 
 
