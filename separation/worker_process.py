@@ -126,7 +126,7 @@ def probe_expandable_segments() -> None:
         pass  # The driver can; the worker will say what has no room.
     except RuntimeError as error:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-        log.warning("segments of GPU memory cannot grow here, so more of it may be lost to gaps: %s", error)
+        log.warning("segments of GPU memory do not grow here, so more is lost to gaps; an allocation failed: %s", error)
 
 
 def limit_threads(count: int) -> None:

@@ -31,7 +31,6 @@ from async_flowrl.algorithms.window import (
     rows_per_image,
     trains_on_final_images,
 )
-from async_flowrl.config.check import names_elsewhere
 from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import AlgorithmConfig, Config
@@ -317,7 +316,6 @@ def unused_field(config: AlgorithmConfig) -> str | None:
         if member.name in SAYS_NOTHING and value == SAYS_NOTHING[member.name]:
             continue
         use = f"{', '.join(used_by)} {'uses' if len(used_by) == 1 else 'use'} it"
-        other = [key for key, names in names_elsewhere().items() if member.name in names.split()]
-        meant = f" (elsewhere's {member.name} is {other[0]} here)" if other else ""
+        meant = " (TRL's beta is algorithm.kl_coef here)" if member.name == "beta" else ""
         return f"algorithm.{member.name}={value} has no effect with {config.name}: leave it out{meant}; {use}"
     return None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from async_flowrl.cli.generate import run_of, with_base
 from async_flowrl.config.compose import read_config
+from async_flowrl.config.error_text import first_line
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
@@ -118,16 +119,17 @@ def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path, base: s
     # Raises ValueError for a layer that the model does not have, or has in another size; warns if nobody knows.
     if model is None:
         return
+    reason = ""
     for weights in (model.weights, "random"):  # which builds published models from their descriptions in configs/
         try:
             resolved = resolve_model(replace(model, weights=weights))
             network = load_policy(resolved, dtype=resolved.dtype, device="cpu", parts="structure").transformer
             break
-        except (ValueError, OSError):
-            continue
+        except (ValueError, OSError) as error:
+            reason = reason or first_line(error)
     else:
         if base is not None:
-            logger.warning("WARNING: whether the LoRA fits %s is not known, as that model is not here", base)
+            logger.warning("whether the LoRA fits %s is not known: %s", base, reason)
         return
     shapes = {name.removesuffix(".weight"): tuple(parameter.shape) for name, parameter in network.named_parameters()}
     for module in lora_file.modules_of(lora.tensors):

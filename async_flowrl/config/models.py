@@ -31,7 +31,7 @@ PIPELINES = {
 
 TINY = "tiny"
 # Folder of a clone, which is not in the wheel, with the models of experiment=glyphs and its kin.
-CLONES = "examples/glyphs/"
+GLYPHS_FOLDER = "examples/glyphs/"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Files of configs/family/: for tiny models (its values replace those of their family), and for families without a file.
 TOY, OTHER = "toy", "other"
@@ -86,7 +86,7 @@ def local_index(path: str) -> Path | None:
     if not _HUB_NAME.fullmatch(path):
         near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
         reason = "no such folder" if local.is_absolute() else f"no such folder in {Path.cwd()}"
-        if path.startswith(CLONES):
+        if path.startswith(GLYPHS_FOLDER):
             reason += ", and it comes with a clone of the repository alone: start the run in the root of one"
         raise ValueError(not_found(path, reason, near))
     return None

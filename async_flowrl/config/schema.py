@@ -782,7 +782,7 @@ class Config:
         rollout, trainer, model = self.rollout, self.trainer, self.model
         of_rollout = (rollout.resolution, rollout.num_inference_steps, rollout.true_cfg_scale, rollout.guidance_scale)
         most = MICRO_BATCH
-        if None in (self.lora.rank, *of_rollout, trainer.learning_rate):
+        if None in (self.lora.rank, *of_rollout, trainer.learning_rate, trainer.micro_batch_size):
             family = model.tiny.family if (model.family, model.path) == ("auto", TINY) else model.family
             defaults = model_defaults(model.path, family, model.revision)
             if self.tune == FULL:

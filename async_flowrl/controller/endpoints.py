@@ -148,7 +148,7 @@ class GatheredEndpoint(TrainerEndpoint):
 
     training: asyncio.Lock = field(kw_only=True)  # Held during every call to train.
     gathering: asyncio.Lock = field(kw_only=True)  # Held during every gather, of any stream.
-    _sealed: tuple[int, Header] | None = None
+    _sealed: tuple[int, Header] | None = field(default=None, init=False)
 
     async def _seal(self, version: int) -> Header:
         if self._sealed is None or self._sealed[0] != version:

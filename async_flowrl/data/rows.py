@@ -7,6 +7,7 @@ tables are memory-mapped Arrow files. Parquet gives no access to single rows, so
 import json
 import mmap
 import os
+import shlex
 import tempfile
 from array import array
 from bisect import bisect_right
@@ -175,7 +176,8 @@ def open_rows(path: Path, key: str, images: Sequence[str] = ()) -> Rows:
         return LineRows(path, key)
     if path.suffix == ".parquet":
         return TableRows(path, [path], key, images)
-    array = f"; `jq -c '.[]' {path.name} > {path.name}l` writes an array like that" if path.suffix == ".json" else ""
+    name, to = shlex.quote(str(path)), shlex.quote(f"{path}l")
+    array = f"; `jq -c '.[]' {name} > {to}` writes an array like that" if path.suffix == ".json" else ""
     lines = f".txt (a prompt on each line), .jsonl ({ONE_EACH}) and .parquet"
     raise PromptError(f"{path} ends in {path.suffix!r}, and what is read is {lines}{array}")
 

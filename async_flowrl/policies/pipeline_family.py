@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ import torch
 from packaging.version import Version
 from torch import nn
 
-from async_flowrl.config.error_text import quieter
 from async_flowrl.config.resolution import Resolution
 from async_flowrl.policies.pipeline import TEXT_ENCODERS, PipelinePolicy, Shapes, scale_factor
 from async_flowrl.policies.quantizer import NOT_QUANTIZED, Quantizer
@@ -132,8 +132,8 @@ class PipelineFamily:
 
         if not hasattr(diffusers, self.transformer):
             raise ValueError(
-                f"diffusers has no {self.transformer}, so {type(self).__name__} cannot be planned, nor used with "
-                "model.weights=random, model.quantize or model.quantize_text_encoder"
+                f"diffusers has no {self.transformer}: {type(self).__name__} must name a class of diffusers, or "
+                "override load, shapes and check_prompts (then without plans, random and quantised weights)"
             )
         return getattr(diffusers, self.transformer)
 
@@ -265,8 +265,17 @@ def euler_scheduler(path: str, revision: str | None = None) -> Any:
     """Returns an Euler scheduler of a folder's settings; a `flow_shift` in them is applied by `with_euler_steps`."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    with quieter("diffusers.configuration_utils", logging.ERROR):  # which warns that the flow_shift is ignored
+    logger = logging.getLogger("diffusers.configuration_utils")
+    logger.addFilter(_of_more_than_flow_shift)
+    try:
         return FlowMatchEulerDiscreteScheduler.from_pretrained(path, subfolder="scheduler", revision=revision)
+    finally:
+        logger.removeFilter(_of_more_than_flow_shift)
+
+
+def _of_more_than_flow_shift(record: logging.LogRecord) -> bool:
+    # diffusers warns that it ignores {'flow_shift': 3.0}.
+    return re.search(r"attributes {'flow_shift': [^,]*} were passed", record.getMessage()) is None
 
 
 @contextmanager

@@ -241,8 +241,10 @@ def shapes_of(model: ResolvedModel, resolution: Resolution, images: int = 0) -> 
 
     `images` is the most that a prompt brings to be edited.
     """
-    options = {"revision": model.revision, "max_sequence_length": model.max_sequence_length}
-    return load_family(model.family).shapes(model.path, resolution, images=images, **options)
+    options: dict[str, Any] = {"revision": model.revision, "max_sequence_length": model.max_sequence_length}
+    if images:
+        options["images"] = images
+    return load_family(model.family).shapes(model.path, resolution, **options)
 
 
 def check_prompts_of(model: ResolvedModel, prompts: Iterable[Prompt]) -> None:
@@ -279,8 +281,11 @@ def load_family(name: str) -> PipelineFamily:
         built = family()
     except Exception as error:
         raise ValueError(f"model.family {path} cannot be built: {in_one_line(error)}") from error
-    if not isinstance(built, PipelineFamily):
-        raise ValueError(f"model.family {path} must be a class derived from PipelineFamily")
+    policy = getattr(built, "policy", None)
+    if not (isinstance(built, PipelineFamily) and isinstance(policy, type) and issubclass(policy, PipelinePolicy)):
+        raise ValueError(
+            f"model.family {path} must be a class derived from PipelineFamily, and its policy one from PipelinePolicy"
+        )
     if Version(installed := diffusers_version()) < Version(built.since):
         raise ValueError(f"model.family {name} needs diffusers {built.since} or newer, installed is {installed}")
     return built
@@ -308,6 +313,10 @@ def load_pipeline(resolved: ResolvedModel, *, dtype: str, device: str | torch.de
     from async_flowrl.policies.pipeline_family import load_whole, quiet, weight_options
 
     family = load_family(resolved.family)
+    if not hasattr(diffusers, family.pipeline):
+        raise ValueError(
+            f"diffusers has no {family.pipeline}, so nothing can sample with model.family {resolved.family}"
+        )
     with quiet():
         options = weight_options(DTYPES[dtype], resolved.revision)
         options |= family.own_parts(resolved.path, resolved.revision)

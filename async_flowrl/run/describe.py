@@ -48,8 +48,9 @@ def dry_run_lines(prepared: Prepared, directory: Path, resume: Resume = START) -
         ("payload", f"at most {payload:.1f} MB in the object store"),
     ]
     terms = config.reward.terms | config.evaluate.reward.terms
-    if servers := [key for key, term in terms.items() if hasattr(resolve_term(key, term), "wants_server")]:
-        rows.append(("unasked", f"the servers of {', '.join(servers)}: whether they answer shows when the run scores"))
+    others = {key: term for key, term in terms.items() if term.serve is None}  # the run starts no server for them
+    if servers := [key for key, term in others.items() if hasattr(resolve_term(key, term), "wants_server")]:
+        rows.append(("not asked", f"servers of {', '.join(servers)}: whether they answer shows when the run scores"))
     warnings = "".join(f"WARNING: {sentence}\n" for sentence in doubts_of(prepared))
     return f"{first_lines(prepared, directory, resume)}{named_lines(rows, LABEL_CHARACTERS)}{warnings}"
 

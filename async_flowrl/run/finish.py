@@ -101,10 +101,13 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
 
 
 def nothing_to_do(config: Config, directory: RunDirectory, version: int) -> str | None:
-    """Returns a sentence if a resume at `version` would find every step made, and all results whole; else None."""
-    if not directory.summary.is_file() or not directory.trained(config.tune).is_dir() or version < config.total_steps:
+    """Returns a sentence if a resume at `version` would find every step made and the trained weights; else None."""
+    if version < config.total_steps or not any(directory.trained(config.tune).glob("*.safetensors")):
         return None
-    summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+    try:
+        summary = json.loads(directory.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
     if summary["steps"] != version or version < summary["total_steps"] or summary["failed"]:
         return None
     return f"{shown(directory.root)} is finished after {version} steps: total_steps={config.total_steps} adds none"

@@ -112,7 +112,7 @@ def separate_pools(config: Config) -> list[PoolSpec]:
             max_workers=config.rollout.max_workers,
             same_code=OUR_CODE,
             environment=(NVML_CHECK if vllm_omni else {}) | config.rollout.environment,
-            expandable_segments=not vllm_omni,  # its all-reduce cannot share such memory among a worker's GPUs,
+            expandable_segments=not vllm_omni,  # whose all-reduce cannot share such memory
         ),
     ]
 

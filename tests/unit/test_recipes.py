@@ -1,6 +1,7 @@
 """Tests of shipped recipes: each composes, would run, and has the values that were published."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,10 @@ def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
         *["uv", "run", "--isolated", "--no-project", "--with", "vllm==0.30.0"]
     ]
     assert "server/vlm_ocr 2 × " in dry_run_lines(prepared, tmp_path)
-    assert "unasked    the servers of vlm_ocr" in dry_run_lines(prepared, tmp_path)
+    assert "not asked" not in dry_run_lines(prepared, tmp_path)
+    elsewhere = {"vlm_ocr": replace(term, serve=None, options={**term.options, "base_url": "http://localhost:1/v1"})}
+    config = replace(prepared.config, reward=replace(prepared.config.reward, terms=elsewhere))
+    assert "not asked  servers of vlm_ocr" in dry_run_lines(replace(prepared, config=config), tmp_path)
     assert gpus_taken(prepared.config) == 4 + 4 + 2
     plain = recipe("qwen_image_ocr", tmp_path)
     plain.reward, prepared.config.model.dtype = prepared.config.reward, plain.model.dtype

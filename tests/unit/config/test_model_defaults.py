@@ -56,6 +56,12 @@ def test_a_real_model_alone_has_the_values_of_its_recipe(pipeline: str, tmp_path
         check(config)
 
 
+ALL_ELSE = (
+    *("lora.rank=8", "rollout.resolution=256", "rollout.num_inference_steps=4", "trainer.learning_rate=1e-4"),
+    *("rollout.true_cfg_scale=2", "rollout.guidance_scale=1"),
+)
+
+
 @pytest.mark.parametrize(
     ("words", "images", "sampled"),
     [
@@ -63,6 +69,7 @@ def test_a_real_model_alone_has_the_values_of_its_recipe(pipeline: str, tmp_path
         (["model=flux_kontext", "group_size=12"], 6, None),
         (["model=tiny_flux_kontext"], 16, None),
         (["model=qwen_image_edit_2511"], 2, 8),
+        (["model=qwen_image_edit_2511", *ALL_ELSE], 2, 8),
         (["model=tiny_qwen_image_edit"], 16, None),
         (["model=flux_dev"], 16, None),
     ],

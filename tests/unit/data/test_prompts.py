@@ -87,8 +87,8 @@ def test_quoted_target(text: str, target: str | None) -> None:
         ("image.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', ":1"),
         ("ids.jsonl", '{"prompt": "a"}\n{"prompt": "a", "prompt_token_ids": [1, -1]}\n', ":2"),
         ("data.csv", "prompt\na\n", ""),
-        ("data.json", '[{"prompt": "a"}]', ".*jq.* > data.jsonl"),
-        ("array.jsonl", '[{"prompt": "a"}]', ":1"),
+        ("data.json", '[{"prompt": "a"}]', ".*jq.*data.jsonl"),
+        ("array.jsonl", '[{"prompt": "a"}]', r":1\b"),
         ("fake.parquet", "hello", ""),
     ],
 )
