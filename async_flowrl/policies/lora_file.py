@@ -36,7 +36,7 @@ _METADATA = "lora_adapter_metadata"
 _BASE_KEYS = (BASE_MODEL, "base_model_name_or_path", "ss_sd_model_name")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_[AB]\.weight")
-# Constant entries of adapter_config.json for a plain LoRA; of others PEFT, which takes seconds to import, has defaults.
+# Constant entries of adapter_config.json for a plain LoRA. PEFT fills in the others; its import would take seconds.
 _PLAIN_LORA: dict[str, Any] = {"peft_type": "LORA", "inference_mode": True}
 _UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "modules_to_save")
 
