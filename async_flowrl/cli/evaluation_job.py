@@ -91,9 +91,8 @@ def job_of(options: Namespace) -> Job:
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     available, chosen = _prompts(config, options, needs_target=check_rewards(whole))
     prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
-    check_prompts(whole, prompts)
     seed = config.evaluate.seed
-    return Job(
+    job = Job(
         config=replace(config, reward=whole),
         trained_weights=trained,
         kinds={name: kind for name, (_, kind) in terms.items()},
@@ -102,6 +101,8 @@ def job_of(options: Namespace) -> Job:
         seeds=tuple(range(seed, seed + (options.seeds or 1))),
         one_size=options.resolution is not None,
     )
+    check_prompts(whole, [replace(prompt, resolution=job.resolution(place)) for place, prompt in enumerate(prompts)])
+    return job
 
 
 def _origin(options: Namespace) -> tuple[Config, Path]:

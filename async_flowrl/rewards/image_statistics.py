@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_flowrl.config.error_text import unknown_name
+from async_flowrl.config.resolution import height_width
 from async_flowrl.observability.statistics import distances
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.http_contract import encode_image
@@ -163,28 +164,28 @@ class EditConsistency:
     sources = True
 
     def check(self, prompt: Prompt) -> None:
-        """Raises ValueError for an `edit_box` that is none, lies outside of the image, or leaves none of it."""
+        """Raises ValueError for a size of another shape than the source's, or an `edit_box` that is none or all."""
         if prompt.images:
-            _outside(prompt.metadata.get(EDIT_BOX), prompt.images[0].size, prompt.images[0].size)
+            source = prompt.images[0].size
+            _counted(prompt, source if prompt.resolution is None else height_width(prompt.resolution), source)
 
     def __call__(self, images: ByteArray, prompt: Prompt, sources: Sequence[ByteArray]) -> Sequence[float]:
         """Raises PromptRefused if a result has other proportions than its source, or no pixel outside the box."""
         import cv2  # installed with rapidocr
 
         source, (height, width) = np.ascontiguousarray(sources[0]), images.shape[1:3]
-        stretch = (width / height) / (source.shape[1] / source.shape[0])
-        if not 1 / MAX_STRETCH <= stretch <= MAX_STRETCH:
-            sizes = f"a result has {width} × {height} pixels, its source {source.shape[1]} × {source.shape[0]}"
-            raise PromptRefused(f"edit_consistency compares pixels, and {sizes}: give the row a size of its shape")
-        counted = _outside(prompt.metadata.get(EDIT_BOX), (height, width), source.shape[:2])
+        counted = _counted(prompt, (height, width), (source.shape[0], source.shape[1]))
         scaled = cv2.resize(source, (width, height), interpolation=cv2.INTER_AREA)
         distances = [cv2.norm(np.ascontiguousarray(image), scaled, cv2.NORM_L1, counted) for image in images]
         return [1.0 - distance / (3 * np.count_nonzero(counted)) / 255.0 for distance in distances]
 
 
-def _outside(box: object, size: tuple[int, ...], of_source: tuple[int, ...]) -> ByteArray:
-    """Returns uint8 [H, W] that is 0 in a box in pixels of the source, and 255 elsewhere. Raises PromptRefused."""
-    mask = np.full(size, 255, dtype=np.uint8)
+def _counted(prompt: Prompt, size: tuple[int, int], of_source: tuple[int, int]) -> ByteArray:
+    """Returns uint8 [H, W] that is 0 in the prompt's edit_box and 255 elsewhere. Raises PromptRefused."""
+    if not 1 / MAX_STRETCH <= (size[1] / size[0]) / (of_source[1] / of_source[0]) <= MAX_STRETCH:
+        sizes = f"a result has {size[1]} × {size[0]} pixels, its source {of_source[1]} × {of_source[0]}"
+        raise PromptRefused(f"edit_consistency compares pixels, and {sizes}: give the row a size of its shape")
+    mask, box = np.full(size, 255, dtype=np.uint8), prompt.metadata.get(EDIT_BOX)
     if box is None:
         return mask
     corners = np.asarray(box if isinstance(box, list | tuple | np.ndarray) else [])

@@ -6,13 +6,14 @@ Reward workers call `build_reward`; start-up checks and plans call the functions
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
 from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
+from async_flowrl.config.resolution import Resolution, configured
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.call import Term
@@ -152,15 +153,22 @@ def memory_gib(key: str, term: RewardTerm, **rows: int) -> float | None:
     return gib
 
 
-def check_prompts(config: RewardConfig, prompts: Iterable[Prompt], section: str = TRAINED) -> None:
+def check_prompts(
+    config: RewardConfig, prompts: Iterable[Prompt], sizes: Sequence[Resolution] = (), section: str = TRAINED
+) -> None:
     """Raises ValueError for the first prompt that a term cannot score. Only terms that have a `check` are built."""
-    if (check := prompt_check(config, section)) is not None:
+    if (check := prompt_check(config, sizes, section)) is not None:
         for prompt in prompts:
             check(prompt)
 
 
-def prompt_check(config: RewardConfig, section: str = TRAINED) -> Callable[[Prompt], None] | None:
-    """Returns a function that raises ValueError for prompts that a term cannot score; None if all score any prompt."""
+def prompt_check(
+    config: RewardConfig, sizes: Sequence[Resolution] = (), section: str = TRAINED
+) -> Callable[[Prompt], None] | None:
+    """Returns a function that raises ValueError for prompts that a term cannot score; None if all score any prompt.
+
+    `sizes` are those in which images of a prompt without a size of its own are made; it is checked with each.
+    """
     resolved = {key: resolve_term(key, term, section) for key, term in config.terms.items()}
     checking = {
         key: term
@@ -170,7 +178,12 @@ def prompt_check(config: RewardConfig, section: str = TRAINED) -> Callable[[Prom
     if not checking:
         return None
     reward = CompositeReward(tuple(_build(key, term, section) for key, term in checking.items()), config)
-    return lambda prompt: reward.check((prompt,))
+
+    def check(prompt: Prompt) -> None:
+        own = prompt.resolution is not None or not sizes
+        reward.check([prompt] if own else [replace(prompt, resolution=size) for size in sizes])
+
+    return check
 
 
 def check_groups(config: Config, frames: int, sources: int = 0) -> None:
@@ -269,4 +282,4 @@ def check_held_out(config: Config) -> bool:
 
 
 def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
-    check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts, HELD_OUT)
+    check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts, configured(config.rollout), HELD_OUT)

@@ -103,7 +103,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         if differentiates_reward(algorithm):
             check_differentiable(config.reward)
         needs_target = check_rewards(config.reward)
-        check = prompt_check(config.reward)
+        check = prompt_check(config.reward, configured(config.rollout))
         data = load_data(config.data, needs_target=needs_target, check=check)
         config = with_limits(config, len(data.train))
         if check_held_out(config):

@@ -104,6 +104,14 @@ def test_consistency_is_the_distance_outside_of_the_box(edit: Prompt) -> None:
             reward.check(replace(prompt, metadata={"edit_box": wrong}))
     thin = score(replace(prompt, metadata={"edit_box": [0, 0, 24, 15.5]}), edit_consistency=RewardTerm())
     assert thin.failed["edit_consistency"].refused, "one row of the source is left, none of the result"
+    check = prompt_check(RewardConfig(terms={"edit_consistency": RewardTerm()}), [(16, 24), (64, 104)])
+    assert check is not None
+    check(prompt)
+    check(replace(prompt, resolution=(8, 12)))
+    for shape, sizes in ((16, []), (None, [(16, 24), 16])):
+        check = prompt_check(RewardConfig(terms={"edit_consistency": RewardTerm()}), sizes)
+        with pytest.raises(ValueError, match="16 × 16 pixels, its source 24 × 16"):
+            check(replace(prompt, resolution=shape))
     square = score(edit, IMAGES[:, :, :8], edit_consistency=RewardTerm())
     assert square.failed["edit_consistency"].refused and "8 × 8" in square.failed["edit_consistency"].reason
 
