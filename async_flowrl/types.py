@@ -192,6 +192,8 @@ class Span:
     """Floating-point operations of the network in this span; None if they were not counted."""
     bytes: int | None = None
     """Size of a training ticket's payloads (images and trajectory), on the span that completes them; None elsewhere."""
+    memory: int | None = None
+    """Most bytes of its GPU that PyTorch had reserved in the worker's process so far; None if they were not read."""
 
 
 @dataclass(frozen=True)

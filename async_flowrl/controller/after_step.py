@@ -131,7 +131,8 @@ class AfterStep:
         }
         activation = ctx.activation / max(1, len(ctx.rollout.workers))
         timing = {"timing/step": seconds, "timing/publish": self._stalled - before, "timing/activate": activation}
-        line = timing | shares | {"pool/rollout/swaps": ctx.swaps}
+        memory = {f"memory/{pool}": size / 2**30 for pool, size in ctx.observer.memory.items()}
+        line = timing | shares | memory | {"pool/rollout/swaps": ctx.swaps}
         ctx.swaps, ctx.activation = 0, 0.0
         return line
 

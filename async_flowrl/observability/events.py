@@ -12,7 +12,7 @@ from typing import Any
 
 from async_flowrl.config.paths import replace_file
 from async_flowrl.observability.intervals import Interval
-from async_flowrl.observability.ledger import PoolLedger
+from async_flowrl.observability.ledger import PoolLedger, pool_of
 from async_flowrl.types import Span
 
 FLUSH_SECONDS = 1.0
@@ -33,6 +33,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._buffer: list[str] = []
         self._states: dict[str, str] = {}
+        self.memory: dict[str, int] = {}  # Pool → the largest `Span.memory` of its workers so far.
         self._flushed = self.now()
         cut_unfinished_line(path)
         self._file = path.open("a", encoding="utf-8")
@@ -59,8 +60,11 @@ class EventLog:
             self.event("state", worker=worker, state=state)
 
     def span(self, worker: str, span: Span, **fields: Any) -> None:
-        counted = {name: value for name in ("flops", "bytes") if (value := getattr(span, name)) is not None}
+        counted = {name: value for name in ("flops", "bytes", "memory") if (value := getattr(span, name)) is not None}
         self.event("span", worker=worker, name=span.name, start=span.start, end=span.end, **fields, **counted)
+        if span.memory is not None:
+            pool = pool_of(worker)
+            self.memory[pool] = max(span.memory, self.memory.get(pool, 0))
 
     def flush(self) -> None:
         with self._lock:

@@ -100,6 +100,11 @@ def tensor_peak(name: str) -> float | None:
     return TENSOR_PEAK_FLOPS_PER_SECOND[max(matches, key=len)] if matches else None
 
 
+def reserved_memory() -> int | None:
+    """Most bytes that PyTorch has reserved on this process's current GPU so far; None without a GPU."""
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
+
+
 def total_memory() -> int | None:
     """Total memory in bytes of the first GPU that is visible to this process; None without a GPU."""
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None

@@ -43,6 +43,7 @@ VERL_OMNI = {
     "timing/step": "perf/time_per_step",
     "timing/update": "timing_s/update_actor",
     "timing/publish": "timing_s/update_weights",
+    "memory/trainer": "perf/max_memory_reserved_gb",
 }
 ALIASES = {"none": {}, "verl_omni": VERL_OMNI}
 

@@ -73,6 +73,7 @@ def summarise(
         "faults": dict(sorted(Counter(event["kind"] for event in history if event["event"] == "fault").items())),
         **counted,
         **steady_state(config, workers, attempt, peak),
+        "memory": memory(metrics),
         "devices": dict.fromkeys(("sampled", "trained", "idle")) | devices,
         "swaps": sum(int(line.get("pool/rollout/swaps") or 0) for line in metrics),
         "gradient_kept": gradient_kept(metrics),
@@ -144,6 +145,17 @@ def steady_state(
         "flops_per_s": rates,
         "mfu": {pool: rate / peak if peak else None for pool, rate in rates.items()},
     }
+
+
+def memory(metrics: Sequence[Metrics]) -> dict[str, float]:
+    """Pool → the most GiB that PyTorch reserved on the GPU of one of its workers; empty without GPUs."""
+    peaks: dict[str, float] = {}
+    for line in metrics:
+        for key, gib in line.items():
+            if key.startswith("memory/"):
+                pool = key.removeprefix("memory/")
+                peaks[pool] = max(float(gib), peaks.get(pool, 0.0))
+    return peaks
 
 
 def staleness(metrics: Sequence[Metrics], updates_per_batch: int = 1) -> dict[str, float]:

@@ -108,6 +108,11 @@ PANELS: Mapping[str, Mapping[str, tuple[str, str, Mapping[str, str]]]] = {
             "wait_rollout near 0: trainer-bound. Near step less update: rollout-bound.",
             {r"timing/(step|wait_rollout|wait_ticket|update|publish|activate)": r"\1", "timing/(score/.+)": r"\1"},
         ),
+        "memory": (
+            "GPU memory",
+            "GiB that PyTorch has reserved at most so far, in the pool's worker that has most.",
+            {"memory/(.+)": r"\1"},
+        ),
         "rate": (
             "Images per second",
             "Training images over the seconds of the step.",

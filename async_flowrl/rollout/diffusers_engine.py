@@ -10,7 +10,7 @@ from torch import Tensor
 
 from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
-from async_flowrl.observability.flops import Meter
+from async_flowrl.observability.flops import Meter, reserved_memory
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.tuning import LoraTuning, Tuning
 from async_flowrl.rollout.base import Export, Rollout
@@ -108,7 +108,7 @@ class DiffusersEngine:
             payload_bytes = sum(images.nbytes for images in decoded) + sum(t.nbytes for t in trajectories if t)
         spans = (
             Span("generate", begun, denoised, self._flops(plans, parts)),
-            Span("decode", denoised, time.time(), bytes=payload_bytes),
+            Span("decode", denoised, time.time(), bytes=payload_bytes, memory=reserved_memory()),
         )
         made = zip(decoded, trajectories, strict=True)
         return [Rollout(*parts, () if place else spans) for place, parts in enumerate(made)]

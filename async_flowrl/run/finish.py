@@ -242,6 +242,8 @@ def results(ending: Ending, summary: Mapping[str, Any]) -> None:
     say_result(ending, summary)
     if share := mfu(summary):
         say("MFU", share)
+    if peaks := summary["memory"]:
+        say("memory", ", ".join(f"{pool} {gib:.1f} GiB" for pool, gib in peaks.items()))
     if row := summary["evaluations"]["best"]:
         say("best", f"{directory.best(tune)} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
     trained = (TRAINED[tune], directory.trained(tune))

@@ -61,7 +61,7 @@ def others(task: Task) -> None:
 
 
 def measured(task: Task, *further: str, title: str = "", model: str = "qwen_image") -> None:
-    """Says plan, peak and speed of both pools. The peak is not ok if it exceeds the plan with its margin."""
+    """Says plan, peak and speed of both pools. Not ok: PyTorch reserves more than the plan with its margin."""
     words = [*settings(sizes_here(), model), "placement=separate", *further, *task.words]
     prepared = prepare(precheck(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"])))
     plan = plan_memory(prepared.at_largest)
@@ -82,7 +82,7 @@ def report(task: Task, pool: str, worked: Figures, plan: Footprint, count: int) 
     planned, seconds, flops = sum(plan.parts.values()), worked["seconds"], worked["flops"]
     task.say(
         pool,
-        ok=worked["peak_gib"] * GIB <= planned * (1 + MARGIN_SHARE) if real_card() else None,
+        ok=worked["reserved_gib"] * GIB <= planned * (1 + MARGIN_SHARE) if real_card() else None,
         planned_gib=planned / GIB,
         images_per_second=count / seconds,
         mfu=flops / seconds / peak if flops and (peak := device_peak()) else None,

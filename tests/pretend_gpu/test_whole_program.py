@@ -34,6 +34,9 @@ def test_nccl_delivers_what_the_object_store_delivers(by_nccl: Rehearsal, by_obj
     assert by_nccl.digests == by_object_store.digests
     assert len(set(by_nccl.digests)) == 4
     assert by_nccl.digest == by_object_store.digest
+    for pool in ("rollout", "trainer"):
+        reserved = [line[f"memory/{pool}"] for line in by_nccl.metrics]
+        assert 0 < reserved[0] <= reserved[-1] == by_nccl.summary["memory"][pool] < 1
 
 
 def test_the_base_was_sharded_and_the_weights_went_by_broadcasts(by_nccl: Rehearsal) -> None:

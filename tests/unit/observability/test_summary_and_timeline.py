@@ -109,8 +109,11 @@ def test_totals_of_the_summary() -> None:
     assert (found["staleness_max"], found["staleness_mean"], found["staleness_updates_max"]) == (1, 0.95, 1)
     assert (found["reward_first"], found["reward_last"]) == pytest.approx((0.05, 1.85))
     assert found["workers"] == {"rollout": 1, "trainer": 1, "reward": 1}
-    assert found["weights_digest"] == "digest"
+    assert found["weights_digest"] == "digest" and found["memory"] == {}
     json.dumps(found, allow_nan=False)
+    lines = [line | {"memory/trainer": 3.5 + line["step"] % 2, "memory/rollout": 2.0} for line in metrics(3, 1)]
+    counted = summarise(Config(max_staleness=1), lines, list(made_up(3, 2.0, 1.0, 1, 1)), {"wall_seconds": 50.0})
+    assert counted["memory"] == {"trainer": 4.5, "rollout": 2.0}
 
 
 def test_flops_are_those_of_the_steady_state_and_a_share_of_the_peak() -> None:
