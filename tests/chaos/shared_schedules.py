@@ -67,8 +67,8 @@ that is there and never answers again."""
 PAIRS = [(place, fault) for place, faults in CELLS.items() for fault in faults]
 MODES = [(hand_over, k, processes) for hand_over in ("batch", "stream") for k in range(4) for processes in (1, 2, 3)]
 """Hand-over, `max_staleness` and number of processes: `sync`, `stream`, `one_step_off` and `fully_async` are in it."""
-PER_CELL = 32
-"""Seeds of each cell: every mode once, and some of them twice."""
+PER_CELL = 24
+"""Seeds of each cell: every mode once."""
 BESIDE: tuple[tuple[str, str], ...] = (
     ("samples", "kill"),
     ("samples", "hang"),
