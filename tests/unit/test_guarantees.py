@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.support.lanes import DEFAULT, NOWHERE, commands_of
 
 ROOT = Path(__file__).parents[2]
@@ -57,14 +55,11 @@ def fault(tests: dict[str, set[str]], cited: Cited) -> str | None:
     return f"{file}::{test} is run by {', '.join(sorted(runs))}, and its row says `{command or DEFAULT}`"
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: ROWS[number][0][2:50].strip())
-def test_every_test_of_a_promise_is_run_by_the_command_that_its_row_names(number: int) -> None:
-    row, cited = ROWS[number]
-    assert cited, f"names no test: {row}"
-    missing = [file for file, _, _ in cited if not (ROOT / file).is_file()]
-    assert not missing, f"{missing} do not exist: {row}"
-    faults = [sentence for each in cited if (sentence := fault(in_file(each[0]), each))]
-    assert not faults, f"{faults}: {row}"
+def test_every_test_of_a_promise_is_run_by_the_command_that_its_row_names() -> None:
+    assert [row for row, cited in ROWS if not cited] == [], "they name no test"
+    every = [each for _, cited in ROWS for each in cited]
+    assert [file for file, _, _ in every if not (ROOT / file).is_file()] == [], "they do not exist"
+    assert [sentence for each in every if (sentence := fault(in_file(each[0]), each))] == []
 
 
 def test_the_table_is_found() -> None:
