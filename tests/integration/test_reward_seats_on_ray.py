@@ -47,7 +47,7 @@ def on_ray(config: Config, use: Callable[[Mapping[str, WorkerGroup]], Awaitable[
 async def scores(groups: Mapping[str, WorkerGroup]) -> dict[str, Scores]:
     """By worker."""
     return {
-        worker.name: await worker.call("score", ("color", "judge", "threads"), PROMPT, IMAGES)
+        worker.name: await worker.call("score", ("color", "judge", "threads", "none"), PROMPT, IMAGES)
         for pool, group in groups.items()
         for worker in group.workers
         if pool != LATER
