@@ -1,8 +1,6 @@
 """Tests of every algorithm in a whole run: the reward rises, and with a negated reward it falls."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,10 +15,9 @@ OTHERWISE = {
     "diffusion_nft": ("trainer.learning_rate=0.02", "rollout.num_inference_steps=4", "algorithm.beta=0.1"),
     "dgpo": ("trainer.learning_rate=0.02",),
     "crd": ("algorithm.kl_coef=0.001",),
-    "flow_grpo_bounded": ("trainer.learning_rate=0.02", "total_steps=8"),
 }
 """Where the settings of `follow` are more than enough, or too few. DiffusionNFT trains every noise level, and follows
-its reward sooner with a small beta; the last one bounds its updates."""
+its reward sooner with a small beta."""
 MOVED = 0.01
 """Change of held-out brightness (0..1) in so many steps."""
 
@@ -29,13 +26,9 @@ FOLLOW = ("flow_grpo", "diffusion_nft")
 """One of each kind: every step trained by its log-probs, and no log-probs at all.
 
 The others differ from the first in their loss, in the steps that they train, or in their transitions, and the unit
-tests test_algorithm_learning.py train them; further files are other settings of the same.
+tests test_algorithm_learning.py train them; further files, which are named like one of these, are other settings of it.
 """
-
-
-def chosen(names: Sequence[str]) -> list[Any]:
-    """All algorithms, of which `make test` runs those of `names`."""
-    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in ALGORITHMS]
+OTHERS = [name for name in ALGORITHMS if not name.startswith(FOLLOW)]
 
 
 def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
@@ -63,14 +56,15 @@ def gain(run: Run) -> float:
     return float(run.metrics[-1]["evaluation/reward/mean"] - run.metrics[0]["evaluation_before/reward/mean"])
 
 
-@pytest.mark.parametrize("algorithm", chosen(FOLLOW))
+@pytest.mark.parametrize("algorithm", [*FOLLOW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_the_policy_follows_its_reward(algorithm: str, tmp_path: Path) -> None:
     run = follow(tmp_path / "run", algorithm)
     assert run.column("staleness/max") == [min(step, 1) for step in range(len(run.metrics))]
     assert gain(run) > MOVED
 
 
-@pytest.mark.parametrize("algorithm", chosen(()))
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", FOLLOW)
 def test_the_policy_flees_its_reward_when_it_is_negated(algorithm: str, tmp_path: Path) -> None:
     """`make test` turns each one around in unit tests: test_algorithm_learning.py, test_algorithm_final_losses.py."""
     away = ("algorithm.negate_reward=true", "total_steps=5", "trainer.learning_rate=0.03")

@@ -62,11 +62,16 @@ def verdicts(printed: str) -> dict[str, str]:
 
 QUICK = ("flux_kontext", "wan_image", *EXPERTS, "flux")
 """Families that `make test` checks, in float32."""
+LATER = [name for name in (*NAMES, *EDITING) if name not in QUICK]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, *EDITING) if name not in QUICK)]
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in QUICK),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in LATER),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in ("flux", "wan_image")),
+    ],
 )
 def test_a_shipped_family_is_its_stock_pipeline(
     name: str, dtype: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -112,7 +112,6 @@ def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, re
     "other",
     [
         ("trainer.num_workers=1", "runtime.backend=local"),
-        pytest.param(("trainer.num_workers=1",), marks=pytest.mark.slow),
         pytest.param(("trainer.num_workers=3",), marks=pytest.mark.slow),
         pytest.param(("trainer.shard=none",), marks=pytest.mark.slow),
     ],

@@ -40,9 +40,8 @@ def rise(run: Run, terms: dict[str, RewardTerm] | None = None) -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_two_prompts_are_learned(tmp_path: Path, seed: int) -> None:
-    run = learn(tmp_path, f"seed={seed}", "evaluate.before_training=true")
+def test_two_prompts_are_learned(tmp_path: Path) -> None:
+    run = learn(tmp_path, "evaluate.before_training=true")
     assert rise(run) >= 0.15
     before, after = run.metrics[0]["evaluation_before/color/mean"], run.metrics[-1]["evaluation/color/mean"]
     assert after - before == pytest.approx(rise(run), abs=0.002)
@@ -52,9 +51,8 @@ def test_two_prompts_are_learned(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_learned_from_permuted_advantages(tmp_path: Path, seed: int) -> None:
-    assert rise(learn(tmp_path, f"seed={seed}", "algorithm.permute_advantages=true")) < 0.05
+def test_nothing_is_learned_from_permuted_advantages(tmp_path: Path) -> None:
+    assert rise(learn(tmp_path, "seed=1", "algorithm.permute_advantages=true")) < 0.05
 
 
 @pytest.mark.slow

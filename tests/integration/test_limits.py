@@ -9,11 +9,7 @@ from tests.integration.runs import Run, train
 
 @pytest.mark.parametrize(
     ("steps", "save", "evaluate"),
-    [
-        (1, 0, 0),
-        (5, 2, 3),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 5, 5), (1, 1, 1), (5, 3, 2), (4, 4, 2))),
-    ],
+    [(1, 0, 0), (5, 2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 5, 5), (4, 4, 2)))],
 )
 def test_steps_checkpoints_and_evaluations(steps: int, save: int, evaluate: int, tmp_path: Path) -> None:
     run = train(

@@ -1,5 +1,6 @@
 """Tests of runs on a quantised base: what samples and what trains have its bits, in every placement, and its export."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,7 @@ def plain_folder(run: Run) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in NAMES if name != "qwen_image"])
-@pytest.mark.parametrize("stored", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize(("family", "stored"), zip(NAMES, itertools.cycle(("int8", "fp8", "int4"))))
 def test_every_family_and_format(family: str, stored: str, tmp_path: Path) -> None:
     guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
     model = (f"model.tiny.family={family}", "model.tiny.layers=2", f"model.quantize={stored}")

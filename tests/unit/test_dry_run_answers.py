@@ -1,4 +1,4 @@
-"""Tests that dry_run refuses what the loaded workers would refuse of a model, for every shipped model, and no more.
+"""Tests that dry_run refuses what the loaded workers would refuse of a model, for every shipped family, and no more.
 
 Published models have their own sizes and one block of each kind; their weights are on the meta device.
 """
@@ -39,6 +39,7 @@ MODELS = [
     for name in sorted(file.stem for file in (config_dir() / "model").glob("*.yaml"))
     if ("qwen_image_21" in NAMES or not name.endswith("qwen_image_21"))
     and not any(part in name for part in ("_edit", "kontext", "wan_image"))  # whose prompts need images
+    and (not name.startswith("tiny_") or name == "tiny_sana")  # the others' families have a published model
 ]
 MODES = ("sync", "stream", "one_step_off", "fully_async")
 

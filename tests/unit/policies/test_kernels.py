@@ -44,18 +44,10 @@ def counted(graphs: list[Any]) -> Any:
     return backend
 
 
-@pytest.mark.parametrize(
-    ("family", "checkpointing", "blocks"),
-    [
-        ("qwen_image", "full", 1),
-        pytest.param("flux", "none", None, marks=pytest.mark.slow),
-        pytest.param("sd3", "full", None, marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_blocks_give_the_same_gradients(family: str, checkpointing: str, blocks: int | None) -> None:
+def test_compiled_blocks_give_the_same_gradients() -> None:
     graphs = list[Any]()
-    plain = gradients(family, checkpointing=checkpointing, blocks=blocks)
-    compiled = gradients(family, checkpointing=checkpointing, backend=counted(graphs), blocks=blocks)
+    plain = gradients("qwen_image", checkpointing="full", blocks=1)
+    compiled = gradients("qwen_image", checkpointing="full", backend=counted(graphs), blocks=1)
     assert graphs
     assert len(plain) == len(compiled) > 10
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(plain, compiled, strict=True))

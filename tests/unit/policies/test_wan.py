@@ -29,23 +29,16 @@ STEPS = 4
 
 
 WIDE, TALL = (5, 32, 48), (9, 48, 32)
-FEW = [
+CASES = [
     ("wan", 1.0, None, WIDE),
     ("wan", 4.0, None, TALL),
     ("wan22", 1.0, None, TALL),
     ("wan22", 4.0, None, WIDE),
     ("wan22", 4.0, 2.0, TALL),
 ]
-"""Of `make test`; the slow tests have the other size of each."""
 
 
-@pytest.mark.parametrize(
-    ("name", "cfg", "second", "size"),
-    [
-        *FEW,
-        *(pytest.param(*case, TALL if size == WIDE else WIDE, marks=pytest.mark.slow) for *case, size in FEW),
-    ],
-)
+@pytest.mark.parametrize(("name", "cfg", "second", "size"), CASES)
 def test_videos_are_the_stock_pipelines(
     size: tuple[int, int, int], name: str, cfg: float, second: float | None, shared_models: SharedModels
 ) -> None:

@@ -181,12 +181,7 @@ def test_killed_before_any_change_of_the_folder(
 
 @pytest.mark.parametrize(
     ("rank", "most"),
-    [
-        (0, 1),
-        (1, 600),
-        (0, 10_000),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (0, 600), (1, 10_000))),
-    ],
+    [(0, 1), (1, 600), (0, 10_000)],
 )
 def test_killed_in_the_middle_of_a_write(tmp_path: Path, before: Path, rank: int, most: int) -> None:
     folder = copies(tmp_path, before)()
