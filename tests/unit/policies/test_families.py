@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
-from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
 from async_flowrl.policies.pipeline import PipelinePolicy
@@ -23,6 +22,7 @@ from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import Sampling
 from tests.support.families import (
     TEXT,
+    TWO_AND_SLOW,
     N,
     adapted,
     called,
@@ -63,23 +63,23 @@ def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling, output: str 
     )
 
 
-@pytest.mark.parametrize("cfg", [4.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
-    policy: PipelinePolicy, pipeline: Any, family: str, cfg: float, tmp_path: Path
+    policy: PipelinePolicy, pipeline: Any, family: str, tmp_path: Path
 ) -> None:
     """ODE parity and the export's round trip in one: without the adapter the latents are others."""
+    sampling = how(family, cfg=4.0)
     save_lora(tmp_path, policy.transformer, alpha=10.0)
-    untouched = made(pipeline, policy, how(family, cfg=cfg))
+    untouched = made(pipeline, policy, sampling)
     pipeline.load_lora_weights(tmp_path)
     try:
-        theirs = made(pipeline, policy, how(family, cfg=cfg))
+        theirs = made(pipeline, policy, sampling)
     finally:
         pipeline.unload_lora_weights()
-    ours, tolerance = denoised(policy, how(family, cfg=cfg)), 3e-5 if family == "flux2_klein" else 2e-5
+    ours, tolerance = denoised(policy, sampling), 3e-5 if family == "flux2_klein" else 2e-5
     assert (theirs - ours).abs().max() < tolerance
     assert (untouched - ours).abs().max() > 0.05
     with reference_mode(policy.transformer):
-        assert (denoised(policy, how(family, cfg=cfg)) - untouched).abs().max() < tolerance
+        assert (denoised(policy, sampling) - untouched).abs().max() < tolerance
 
 
 def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family: str) -> None:
@@ -97,23 +97,22 @@ def on_white(image: Image.Image) -> Image.Image:
     return white
 
 
-@pytest.mark.parametrize(("cfg", "kind", "size"), [(1.0, "sde", 32), (4.0, "cps", (32, 64))])
-def test_the_trainer_replays_a_trajectory(
-    policy: PipelinePolicy, family: str, cfg: float, kind: str, size: Resolution
-) -> None:
-    """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row."""
-    sampling = replace(how(family, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size)
+def test_the_trainer_replays_a_trajectory(policy: PipelinePolicy, family: str) -> None:
+    """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row.
+
+    Other kinds of noise, and no guidance: tests/unit/rollout/test_replays.py.
+    """
+    sampling = replace(how(family, cfg=4.0, sde_type="cps", noise_level=0.7), resolution=(32, 64))
     made = DiffusersEngine(policy).generate([request(N, how=sampling)])[0]
     found = made.trajectory
-    assert found is not None and made.images.shape == (N, *height_width(size), 3)
+    assert found is not None and made.images.shape == (N, 32, 64, 3)
     _, negative = conditioning(policy)
     exact = replay(policy, found, sampling, negative, rows=N)
     assert torch.equal(exact, torch.zeros_like(exact))
     alone = replay(policy, found, sampling, negative, rows=1)
     assert alone.abs().max() < 1e-6
-    if cfg > 1:
-        wrong = replay(policy, found, replace(sampling, true_cfg_scale=3.0), negative, rows=N)
-        assert wrong.abs().max() > 1e-4
+    wrong = replay(policy, found, replace(sampling, true_cfg_scale=3.0), negative, rows=N)
+    assert wrong.abs().max() > 1e-4
 
 
 def test_every_adapted_layer_has_a_gradient_and_every_excluded_one_has_none(family: str) -> None:
@@ -157,6 +156,7 @@ def test_the_blocks_hold_nearly_everything_and_checkpointing_them_changes_nothin
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
 
 
+@pytest.mark.parametrize("family", TWO_AND_SLOW, indirect=True)
 def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family: str, policy: PipelinePolicy) -> None:
     part = policy_of(family, parts="transformer")
     assert part.latent_shape(32) == policy.latent_shape(32)

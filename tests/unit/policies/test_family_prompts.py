@@ -1,6 +1,7 @@
 """Tests of what every model family makes of prompts: encoding, guidance, and prompts that it has no place for."""
 
 import numpy as np
+import pytest
 
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
@@ -18,6 +19,7 @@ def test_a_prompt_is_encoded_alike_whoever_else_is(policy: PipelinePolicy, famil
     assert not np.array_equal(read[: len(shorter)], shorter[: len(read)])
 
 
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "sd3"], indirect=True)
 def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(
     plain: PipelinePolicy, family: str
 ) -> None:
