@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from tests.integration.runs import LIMIT, ROOT
 
 HEAVY = ("torch", "diffusers", "transformers", "peft", "ray", "scipy", "matplotlib", "wandb", "tensorboard", "rapidocr")
@@ -42,20 +40,14 @@ NO_COMPUTING = {
 ANSWERED = {name for name in NO_COMPUTING if "help" in name} | {"no verb", "version"}
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, tuple[int, str, list[str]]]:
-    """(exit code, what was said, modules that it was the first to load) of each case, all asked in one process."""
+def test_an_answer_that_needs_no_tensor_loads_no_torch() -> None:
+    """All are asked in one process; a module counts for the case that is the first to load it."""
     command = [sys.executable, "-c", ANSWERS, json.dumps(NO_COMPUTING)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
-    return {name: tuple(answer) for name, answer in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.mark.parametrize("case", NO_COMPUTING)
-def test_an_answer_that_needs_no_tensor_loads_no_torch(
-    case: str, answers: dict[str, tuple[int, str, list[str]]]
-) -> None:
-    code, said, modules = answers[case]
-    assert code == (0 if case in ANSWERED else 2), said
-    assert "Traceback" not in said
-    assert not {name.partition(".")[0] for name in modules} & set(HEAVY)
+    answers = dict(map(json.loads, done.stdout.splitlines()))
+    assert answers.keys() == NO_COMPUTING.keys()
+    for case, (code, said, modules) in answers.items():
+        assert code == (0 if case in ANSWERED else 2), said
+        assert "Traceback" not in said
+        assert not {name.partition(".")[0] for name in modules} & set(HEAVY), case

@@ -34,13 +34,13 @@ def test_dr_grpo_only_centres(global_std: bool) -> None:
         assert result == pytest.approx(list(group - statistics.fmean(group)), abs=1e-15)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.3, 0.7, 21.7, -1e9])
 @pytest.mark.parametrize("fields", [{}, {"global_std": True}, {"normalise": "none"}, {"combine": "per_reward"}])
-def test_constant_groups_are_exactly_zero(value: float, fields: dict[str, object]) -> None:
-    groups = [np.full(7, value), np.array([0.0, 1.0, 0.5])]
-    constant, mixed = compute_advantages({"r": groups}, AlgorithmConfig(**fields))  # type: ignore[arg-type]
-    assert (constant == 0.0).all() and (mixed != 0.0).any()
-    assert [is_constant(group) for group in groups].count(True) * 2 == len(groups)
+def test_constant_groups_are_exactly_zero(fields: dict[str, object]) -> None:
+    for value in (0.0, 0.1, 0.3, 0.7, 21.7, -1e9):
+        groups = [np.full(7, value), np.array([0.0, 1.0, 0.5])]
+        constant, mixed = compute_advantages({"r": groups}, AlgorithmConfig(**fields))  # type: ignore[arg-type]
+        assert (constant == 0.0).all() and (mixed != 0.0).any()
+        assert [is_constant(group) for group in groups].count(True) * 2 == len(groups)
 
 
 def test_whitening_leaves_a_group_of_equal_rewards_at_zero() -> None:
