@@ -19,8 +19,7 @@ from tests.support.toy_rollout import ToyRollout
 from tests.unit.faulty_runs import calm, check_recovered, disturbed
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize("what", ["kill", "hang", "slow"])
+@pytest.mark.parametrize(("what", "k"), [("kill", 0), ("kill", 1), ("hang", 1), ("hang", 3), ("slow", 3)])
 def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> None:
     found = disturbed(once("rollout-0", "generate", 3, what), k)
     check_recovered(found, k)
@@ -36,8 +35,9 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     assert replaced["fenced"], "a worker declared dead is killed before its slot is reused"
 
 
-@pytest.mark.parametrize("what", ["corrupt", "truncate"])
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("number", "what"), [(1, "corrupt"), (1, "truncate"), (2, "truncate"), (3, "corrupt"), (5, "truncate")]
+)
 def test_damaged_weights_are_sent_again(number: int, what: str) -> None:
     found = disturbed(once("rollout-1", "receive", number, what))
     check_recovered(found)
@@ -111,8 +111,14 @@ def test_a_worker_that_computes_with_other_modules_never_serves(name: str, monke
     assert not observer.of("ticket", state="RUNNING", worker=name)
 
 
-@pytest.mark.parametrize("what", ["kill", "hang", "raise"])
-@pytest.mark.parametrize("method", ["train", "add_up", "stage", "seal", "payload", "proof"])
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        *[("train", "kill"), ("add_up", "kill"), ("seal", "kill"), ("payload", "kill")],
+        *[("train", "hang"), ("stage", "hang"), ("payload", "hang"), ("proof", "hang")],
+        *[("add_up", "raise"), ("stage", "raise"), ("seal", "raise"), ("proof", "raise")],
+    ],
+)
 def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> None:
     """(Recovery is tested elsewhere: the next attempt begins at the last checkpoint.)"""
     number = 1 if method in ("proof", "train") else 3

@@ -8,9 +8,17 @@ from tests.support.toy_pool import Timing, once
 from tests.unit.faulty_runs import calm, check_recovered, disturbed
 
 
-@pytest.mark.parametrize("hand_over", ["batch", "stream"])
-@pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize(("what", "state"), [("lose-images", "SCORING"), ("lose-trajectory", "HANDED")])
+@pytest.mark.parametrize(
+    ("what", "state", "k", "hand_over"),
+    [
+        ("lose-images", "SCORING", 0, "batch"),
+        ("lose-images", "SCORING", 1, "stream"),
+        ("lose-images", "SCORING", 3, "batch"),
+        ("lose-trajectory", "HANDED", 0, "stream"),
+        ("lose-trajectory", "HANDED", 1, "batch"),
+        ("lose-trajectory", "HANDED", 3, "stream"),
+    ],
+)
 def test_a_lost_payload_is_made_again(what: str, state: str, k: int, hand_over: str) -> None:
     found = disturbed(once("rollout-0", "generate", 3, what), k, hand_over=hand_over)
     check_recovered(found, k)
@@ -21,8 +29,7 @@ def test_a_lost_payload_is_made_again(what: str, state: str, k: int, hand_over: 
     assert found.observer.of("fault")[0]["kind"] == "RefLost"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize(("k", "ranks"), [(0, 1), (1, 2), (3, 1), (3, 2)])
 def test_a_trajectory_lost_before_the_proximal_predictions_is_made_again(k: int, ranks: int) -> None:
     """With several updates per batch the trainer looks at the later groups first, before its first update."""
     changes = {"trainer__updates_per_batch": 2, "trainer__num_workers": ranks, "rollout__num_workers": 1}

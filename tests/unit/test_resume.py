@@ -14,8 +14,9 @@ from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, 
 from tests.unit.recovery_runs import check_equal, config, go
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 3.3, 7.9, 12.2, 17.0, 25.0])
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize(
+    ("seconds", "workers"), [(0.0, 1), (1.0, 4), (3.3, 1), (7.9, 4), (12.2, 1), (17.0, 4), (25.0, 1)]
+)
 def test_a_killed_controller_and_resume(seconds: float, workers: int, tmp_path: Path) -> None:
     left = go(tmp_path / "run", disturb=kill_after(seconds))
     assert left is not None and not (left / "summary.json").exists()

@@ -36,9 +36,17 @@ def live_after(ranks: Ranks, version: int, tensors: dict[str, Tensor]) -> dict[s
     return live
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("bucket", [1, 700, 1 << 20])
-@pytest.mark.parametrize(("dtype", "alignment"), [(torch.float32, 256), (torch.bfloat16, 128)])
+@pytest.mark.parametrize(
+    ("ranks", "bucket", "dtype", "alignment"),
+    [
+        (2, 1, torch.float32, 256),
+        (2, 700, torch.bfloat16, 128),
+        (3, 700, torch.float32, 256),
+        (3, 1 << 20, torch.bfloat16, 128),
+        (8, 1 << 20, torch.float32, 256),
+        (8, 1, torch.bfloat16, 128),
+    ],
+)
 def test_a_gathered_version_is_that_of_one_sender(ranks: int, bucket: int, dtype: torch.dtype, alignment: int) -> None:
     """With any number of ranks and any buckets, of bytes and digests; some ranks have no row of a tensor."""
     made = Ranks(ranks, weights(0, dtype), bucket_bytes=bucket, alignment=alignment)

@@ -13,8 +13,10 @@ from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer
 from tests.unit.shared.shared_runs import MODES, check, first, shared
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "workers"),
+    [*((mode, 1) for mode in MODES), ("sync", 2), ("stream", 3), ("one step off", 3), ("fully async", 2)],
+)
 def test_the_weights_of_separate_pools(mode: str, workers: int) -> None:
     check(shared(mode, workers), mode)
 
@@ -86,16 +88,16 @@ def test_one_worker_hides_the_time_of_rewards() -> None:
     assert seconds["sync"] > work + 6 * slow.score
 
 
-@pytest.mark.parametrize("method", ["generate", "train", "add_up", "take_step", "keep_local"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "method"), [(0, "generate"), (1, "train"), (0, "add_up"), (1, "take_step"), (0, "keep_local")]
+)
 def test_the_death_of_a_process_ends_the_attempt_by_name(victim: int, method: str) -> None:
     """Also of one whose trainer rank has nothing to do. The run then goes on (test_shared_recovery.py)."""
     with pytest.raises(WorkerDied, match=f"trainer-{victim} died"):
         shared("one step off", 2, first(f"shared-{victim}", method, "kill", after=1))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "workers"), [("sync", 3), ("stream", 1), ("one step off", 3), ("fully async", 1)])
 def test_training_that_hangs_ends_the_run_by_name_as_in_a_separate_pool(mode: str, workers: int) -> None:
     """That call is named, and none of the tickets that wait for it."""
     with pytest.raises(DeadlineExceeded, match="update: train"):
