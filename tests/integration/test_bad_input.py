@@ -294,8 +294,8 @@ def test_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     file.write_text("")
     for more in ([], ["dry_run=true"], ["hydra.verbose=false"]):
         assert "is a file" in refuse([f"output_dir={file}", HERE, *more], capsys, monkeypatch)
-        for place in (f"{file}/run", "/proc/run"):  # root may write anywhere, but not there
-            assert "cannot be written" in refuse([f"output_dir={place}", HERE, *more], capsys, monkeypatch)
+    for place in (f"{file}/run", "/proc/run"):  # root may write anywhere, but not there
+        assert "cannot be written" in refuse([f"output_dir={place}", HERE], capsys, monkeypatch)
 
 
 def test_more_workers_than_this_machine_holds(

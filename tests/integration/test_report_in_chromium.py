@@ -21,12 +21,7 @@ NASTY = (
     "blue " * 2000,
 )
 EVALUATED = ("evaluate.every=2", "evaluate.before_training=true", "evaluate.images_per_prompt=2")
-LOOKS = (
-    (1280, "light"),
-    (390, "dark"),
-    pytest.param(1280, "dark", marks=pytest.mark.slow),
-    pytest.param(390, "light", marks=pytest.mark.slow),
-)
+LOOKS = ((390, "dark"), pytest.param(1280, "light", marks=pytest.mark.slow))
 """Width of the window in CSS pixels, and the colour scheme that its user prefers."""
 
 

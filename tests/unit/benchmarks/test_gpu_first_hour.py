@@ -77,6 +77,7 @@ def test_the_trainer_has_the_negative_prompts_of_true_guidance(work: Path) -> No
         full_size.trained(prepared, trajectories, {}, rounds=1)
 
 
+@pytest.mark.slow
 def test_digests_repeat_on_a_cpu_in_both_dtypes(work: Path) -> None:
     found = kernel_bits.all_digests(work, rounds=2)
     assert {name.rpartition(" in ")[2] for name in found} == {"bfloat16", "float32"} and len(found) == 12
