@@ -19,9 +19,7 @@ GROUPS, SIZE, UPDATES = 4, 16, 60
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "flow_grpo": {"noise_level": 0.7, "clip_range": 0.005},
     "flow_grpo-cps": {"sde_type": "cps", "noise_level": 0.8, "clip_range": 0.005},
-    "flow_grpo-nats": {"noise_level": 0.7, "clip_range": 0.01, "clip_unit": "nats"},
     "flow_grpo-mask": {"noise_level": 0.7, "clip_range": 0.005, "correction": "mask", "correction_threshold": 2e-3},
-    "flow_grpo-tis": {"noise_level": 0.7, "clip_range": 0.005, "correction": "tis"},
     "dance_grpo": {"sde_type": "dance_sde", "noise_level": 0.5, "clip_range": 0.005},
     "mix_grpo": {"noise_level": 0.7, "clip_range": 0.005, "window": "sliding", "sde_window_size": 2},
     "grpo_guard": {"noise_level": 0.7, "clip_range": 0.002},
@@ -87,6 +85,5 @@ def test_reward_falls_when_negated(name: str) -> None:
     assert train(name, negate_reward=True) < -0.2
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "grpo_guard", "flow_dppo"])
-def test_permuted_advantages_teach_nothing(name: str) -> None:
-    assert abs(train(name, permute_advantages=True)) < 0.5 * train(name)
+def test_permuted_advantages_teach_nothing() -> None:
+    assert abs(train("flow_grpo", permute_advantages=True)) < 0.5 * train("flow_grpo")
