@@ -108,9 +108,9 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, stopped_run: 
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("how", ["driver", "group", "everything", "twice", "late"])
+@pytest.mark.parametrize("how", ["driver", "everything", "twice", "late"])
 def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path) -> None:
-    """As a shell, `timeout` or Slurm send it: to the process group, or to each process of the job, daemons included.
+    """As a shell, `timeout` or Slurm send it: to the process group (`twice`), or to each process, daemons included.
 
     `driver`: to the process that was started alone, as `kill` does; `late`: a second time, after the summary.
     """
