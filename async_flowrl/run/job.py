@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -264,4 +264,5 @@ def end_log(folder: Path) -> None:
     for handler in list(root.handlers):
         if isinstance(handler, logging.FileHandler) and os.path.dirname(handler.baseFilename) == place:
             root.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # the disk is full
+                handler.close()

@@ -1,5 +1,6 @@
 """Tests of the files of a run directory and their keys, and of a resume from it."""
 
+import logging
 import math
 from pathlib import Path
 
@@ -155,6 +156,15 @@ def test_the_lora_in_a_fresh_pipeline_is_the_trained_model(run: Run, tmp_path: P
     exported = write_lora(read_source(run.root), tmp_path)
     mine, theirs = load_file(run.root / "lora" / FILE_NAME), load_file(exported)
     assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+
+
+def test_a_full_disk_does_not_keep_the_log_from_being_closed(tmp_path: Path) -> None:
+    (tmp_path / "controller.log").symlink_to("/dev/full")
+    handler = logging.FileHandler(tmp_path / "controller.log")
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().error("there is no space for this line")
+    job.end_log(tmp_path)
+    assert handler not in logging.getLogger().handlers
 
 
 def test_tensorboard(run: Run) -> None:
