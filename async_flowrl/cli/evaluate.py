@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     command_line = argparse.ArgumentParser(prog="async-flowrl evaluate", description="Scores before and after.")
     option = command_line.add_argument
     option("source", type=Path, metavar="RUN_OR_LORA", help="a run directory, a LoRA of any format, or RUN/transformer")
-    option("--lora", type=Path, help="with a run directory: another LoRA than its own")
+    option("--lora", type=Path, help="with a run directory: other weights than its own, a LoRA or OUT/transformer")
     option("--base", help="tiny, a diffusers folder or a hub name (default: the run's, or the LoRA's own)")
     option("--prompts", type=Path, help="a file of prompts (default: those of the run's evaluations)")
     option("--max-prompts", type=count, help="from the beginning of the file (default: all of FILE, or as the run)")

@@ -115,8 +115,7 @@ def _origin(options: Namespace) -> tuple[Config, Path]:
     elif ran is not None and not trained.is_dir():
         raise ValueError(
             f"{source} holds no {trained.name}/: the run has not ended; export its newest checkpoint "
-            f"(async-flowrl export {source} OUT) and give "
-            f"{'OUT/transformer with --base' if tuning_of(ran).whole else '--lora OUT'}"
+            f"(async-flowrl export {source} OUT) and give --lora OUT{'/transformer' if tuning_of(ran).whole else ''}"
         )
     run = source if ran is not None else None
     return config_of(trained, options.base, run=run, option="--base"), trained

@@ -188,7 +188,7 @@ def weights_file(path: Path, what: str = "LoRA") -> Path:
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         if (path / "manifest.json").is_file():
-            raise ValueError(f"{path} is a checkpoint: async-flowrl export {path} OUT writes its LoRA to OUT")
+            raise ValueError(f"{path} is a checkpoint: async-flowrl export {path} OUT writes its weights to OUT")
         if (path / "lora" / FILE_NAME).is_file():
             raise ValueError(f"{path} is a run; its LoRA is {path / 'lora'}")
         count = f"{len(files)} .safetensors files" if files else "no .safetensors file"

@@ -1,6 +1,7 @@
 """Tests of runs with tune=full: they keep the promises of LoRA runs, and diffusers loads their models."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,13 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run, tmp_path: Path
     after = sample(pipeline, *how, PROMPTS[0], [0, 1])
     assert not np.array_equal(before, after)
     assert export([str(plain.root), str(tmp_path / "published")]) == 0
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    shutil.copy(plain.root / "config.yaml", unfinished)
+    with pytest.raises(ValueError, match="--lora OUT/transformer"):
+        job_of(parser().parse_args([str(unfinished)]))
+    exported = tmp_path / "published" / "transformer"
+    assert job_of(parser().parse_args([str(unfinished), "--lora", str(exported)])).trained_weights == exported
     loaded: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "published"))
     loaded.set_progress_bar_config(disable=True)
     assert np.array_equal(sample(loaded, *how, PROMPTS[0], [0, 1]), after)
