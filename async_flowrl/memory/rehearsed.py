@@ -84,6 +84,8 @@ def _peak(phases: "Mapping[str, Phase]") -> int:
 T = TypeVar("T")
 # Blocks of a stack that are rehearsed at least: the last block of a network may have less in it than the others.
 FEWEST = 2
+# Chunks of a rollout's ticket besides the first from which on each is taken to leave as much behind as the second.
+MANY_CHUNKS = 4
 # Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in.
 GATHERED_BLOCKS = 3
 _NUMBER = re.compile(r"\d[].*?]")  # Part of a pattern of tensor names that may name single blocks.
@@ -110,7 +112,12 @@ def short_rollout(config: Config, model: "FakeModel") -> "RolloutRehearsal":
     from async_flowrl.memory.rehearsal.rollout import rehearse_rollout
 
     ((_, short), *_) = model.shortened(FEWEST, 1)
-    return rehearse_rollout(config, short)
+    rows = config.rollout.batch_size or config.images_per_ticket
+    more = -(-config.images_per_ticket // rows) - 1
+    if more < MANY_CHUNKS:
+        return rehearse_rollout(config, short)
+    one, two = (rehearse_rollout(replace(config, ticket_size=rows * chunks), short) for chunks in (1, 2))
+    return cast("RolloutRehearsal", summed([1 - more, more], [one, two]))
 
 
 def _whole(config: Config, model: "FakeModel", fewest: int, period: int, rehearse: Callable[["FakeModel"], T]) -> T:

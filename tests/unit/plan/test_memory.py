@@ -12,7 +12,8 @@ from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import GIB, host_bytes, plan_memory, planned_trainer, trainer_footprint
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rank import rehearse_trainer
-from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, training_peak
+from async_flowrl.memory.rehearsal.rollout import rehearse_rollout
+from async_flowrl.memory.rehearsed import alone, model_sizes, rehearsed_rank, rehearsed_rollout, training_peak
 from async_flowrl.rewards.clip import VIT_L
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
@@ -64,6 +65,16 @@ def test_a_few_blocks_tell_the_peak_of_all(family: str, checkpointing: str) -> N
     peak = max(phase.peak for name, phase in whole.phases.items() if name != "load")
     assert training_peak(config) == pytest.approx(peak, rel=0.03)
     assert model_sizes(config) == whole.sizes
+
+
+def test_two_chunks_of_a_ticket_tell_the_peak_of_many() -> None:
+    """The same ticket rehearsed whole, of six chunks."""
+    config = compose_config("one_step_off", ["model=tiny", "group_size=12", "rollout.batch_size=2"])
+    whole = rehearse_rollout(alone(config), FakeModel.of(config).shortened(2, 1)[0][1])
+    few = rehearsed_rollout(config)
+    assert (few.chunks, replace(few, phases={})) == (6, replace(whole, phases={}))
+    peaks = {name: phase.peak for name, phase in whole.phases.items()}
+    assert {name: phase.peak for name, phase in few.phases.items()} == pytest.approx(peaks, rel=1e-3)
 
 
 @pytest.mark.parametrize(("tune", "ranks"), [("lora", 1), ("full", 2)])
