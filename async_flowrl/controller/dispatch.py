@@ -4,6 +4,7 @@ The gate is the rule of the ticket table that a worker gets a ticket only if it 
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
@@ -20,6 +21,8 @@ from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, seated
 from separation.node import OtherCode
 from separation.supervise import DeadlineExceeded, together
+
+logger = logging.getLogger(__name__)
 
 # Errors of a call after which a rollout worker counts as lost: it is killed and replaced.
 LOST = (WorkerDied, DeadlineExceeded)
@@ -207,6 +210,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     """
     dead = seated(ctx.rollout, index)
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
+    logger.warning("%s is replaced: %s", dead.name, death)
     dead.kill()
     ctx.table.lost_worker(dead.name)
     await ctx.weights.leave(dead.name)

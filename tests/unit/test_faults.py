@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.controller import dispatch
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.controller.endpoints import SenderLate
@@ -20,7 +21,7 @@ from tests.unit.faulty_runs import calm, check_recovered, disturbed
 
 
 @pytest.mark.parametrize(("what", "k"), [("kill", 0), ("kill", 1), ("hang", 1), ("hang", 3), ("slow", 3)])
-def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> None:
+def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int, caplog: pytest.LogCaptureFixture) -> None:
     found = disturbed(once("rollout-0", "generate", 3, what), k)
     check_recovered(found, k)
     lost = next(e for e in found.tickets("PENDING") if e["attempt"] == 1)
@@ -28,6 +29,8 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     assert again[0] == "rollout-0" and len(again) == 2
     assert found.table.retried in (1, 2), "the ticket under way, and one given ahead"
     assert found.groups["rollout"].workers[0].name == "rollout-0.1"
+    (warning,) = (record for record in caplog.records if record.name == dispatch.__name__)
+    assert warning.levelname == "WARNING" and warning.args is not None and "rollout-0" in warning.args
     (fault,) = found.observer.of("fault")
     assert fault["kind"] == ("WorkerDied" if what == "kill" else "DeadlineExceeded")
     assert any(e["worker"] == "rollout-0.1" for e in found.tickets("RUNNING")), "the replacement serves"
