@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--tiny-family", default=TinyConfig().family, help="model.tiny.family, where the model is tiny")
     option("--prompt", default="a red apple on a wooden table")
     option("--image", action="append", type=Path, default=[], help="to edit (default: a drawn one, for models that do)")
-    option("--steps", type=int, default=6, help="denoising steps (default 6)")
+    option("--num-inference-steps", type=int, default=6, help="denoising steps (default 6)")
     option("--guidance", type=float, help="of the kind that the family takes (default: its usual one)")
     option("--resolution", metavar="SIZE", help="512, [FRAMESx]HEIGHTxWIDTH in pixels (default 512; of tiny 32)")
     option("--dtype", choices=("bfloat16", "float32"), default="float32", help="default float32: no rounding")
@@ -183,7 +183,9 @@ def settings_of(options: argparse.Namespace) -> tuple[ModelConfig, Sampling]:
     if options.guidance is not None:
         cfg, embedded = (cfg, options.guidance) if embedded > 0 else (options.guidance, embedded)
     resolution = resolution_option(options.resolution or ("32" if options.model == "tiny" else "512"))
-    return model, Sampling(resolution, options.steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0)
+    return model, Sampling(
+        resolution, options.num_inference_steps, cfg, embedded, "a grey, dull and blurry picture", "ode", 0.0
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -200,7 +202,7 @@ def job_of(
 ) -> Job:
     """Loads the model. Raises ValueError if the family or the settings cannot be compared."""
     if sampling.num_inference_steps < LEAST_STEPS:
-        raise ValueError(f"--steps must be at least {LEAST_STEPS}, got {sampling.num_inference_steps}")
+        raise ValueError(f"--num-inference-steps must be at least {LEAST_STEPS}, got {sampling.num_inference_steps}")
     model = resolve_model(config)
     family = load_family(model.family)
     config = replace(config, family=model.family, dtype=model.dtype)

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     option("--images", type=count, help="images per prompt and seed (default: the run's, or 8)")
     option("--seeds", type=count, help="how many seeds, counted up from --seed (default 1)")
     option("--seed", type=seed, help="first seed of the noises (default: the run's evaluations')")
-    option("--steps", type=count, help="denoising steps")
+    option("--num-inference-steps", type=count, help="denoising steps")
     option("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
     option("--resolution", metavar="SIZE", help="512, [FRAMESx]HEIGHTxWIDTH in pixels (default: by prompt or run)")
     option("--out", type=Path, help="a folder for evaluation.json and before_after.png")

@@ -125,7 +125,7 @@ def _sampling(config: Config, options: Namespace) -> None:
     evaluate, rollout = config.evaluate, config.rollout
     evaluate.seed = evaluate.seed if options.seed is None else options.seed
     evaluate.images_per_prompt = options.images or evaluate.images_per_prompt
-    evaluate.num_inference_steps = options.steps or evaluate.num_inference_steps
+    evaluate.num_inference_steps = options.num_inference_steps or evaluate.num_inference_steps
     evaluate.max_prompts = options.max_prompts or evaluate.max_prompts
     if options.resolution is not None:
         # A size without frames has the run's.

@@ -16,7 +16,7 @@ from async_flowrl.run.job import run
 from tests.integration.runs import LOCAL
 from tests.support.families import EDITING, EXPERTS, NAMES, WHOLE_TEXTS
 
-SHORT = ["--max-sequence-length", "24", "--steps", "4"]
+SHORT = ["--max-sequence-length", "24", "--num-inference-steps", "4"]
 SD3 = ["tiny", "--tiny-family", "sd3", *SHORT]
 HEAD = """
 from async_flowrl.policies.sd3 import SD3Family, SD3Policy

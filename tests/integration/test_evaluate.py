@@ -126,7 +126,7 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
     )
     prompts = tmp_path / "mine.txt"
     prompts.write_text("red red red red\nblue\n")
-    common = ["--prompts", str(prompts), "--images", "2", "--steps", "3", "--guidance", "1"]
+    common = ["--prompts", str(prompts), "--images", "2", "--num-inference-steps", "3", "--guidance", "1"]
     rewards = ["--reward", "color", "--reward", "tests.integration.brightness:brightness"]
     assert evaluating([str(theirs), "--base", "tiny", *common, *rewards, "--out", str(tmp_path / "theirs")]) == 0
     assert evaluating([str(run), *common, *rewards, "--out", str(tmp_path / "ours")]) == 0

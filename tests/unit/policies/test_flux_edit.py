@@ -306,7 +306,7 @@ def test_a_distilled_klein_has_no_guidance(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "out.png"
     assert generate.main(["--model", path, "--prompt", TEXT, "--true-cfg-scale", "4", "--out", str(out)]) == 2
     assert not out.exists()
-    small = [path, "--resolution", "32", "--steps", "2", "--max-sequence-length", "24"]
+    small = [path, "--resolution", "32", "--num-inference-steps", "2", "--max-sequence-length", "24"]
     assert check_model.main([*small, "--guidance", "4"]) == 2
     monkeypatch.setattr(checked, "cache_dir", lambda: tmp_path)
     assert check_model.main(small) == 0
