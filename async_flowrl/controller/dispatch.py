@@ -210,7 +210,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     """
     dead = seated(ctx.rollout, index)
     ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
-    logger.warning("%s is replaced: %s", dead.name, death)
+    logger.warning("%s is lost: %s", dead.name, death)
     dead.kill()
     ctx.table.lost_worker(dead.name)
     await ctx.weights.leave(dead.name)

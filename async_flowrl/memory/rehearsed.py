@@ -84,7 +84,7 @@ def _peak(phases: "Mapping[str, Phase]") -> int:
 T = TypeVar("T")
 # Blocks of a stack that are rehearsed at least: the last block of a network may have less in it than the others.
 FEWEST = 2
-# Chunks of a rollout's ticket besides the first from which on each is taken to leave as much behind as the second.
+# From so many chunks of a ticket on, besides the first, each is taken to be whole and to leave as much as the second.
 MANY_CHUNKS = 4
 # Blocks that FSDP2 holds whole at once: the one that computes, the next one, and the buffer it is gathered in.
 GATHERED_BLOCKS = 3

@@ -37,8 +37,8 @@ class Reward(Protocol):
       to scores.jsonl before their group may be trained, and a resumed run reads them from there.
     - `needs_target`, False if absent. True: prompt files with a prompt that has no target are refused.
     - `check(prompt)` raises ValueError for a prompt that the reward cannot score. The controller's process builds the
-      reward and calls `check` for every prompt, with every size that its images may get as its `resolution`, at
-      start-up, so building it must be cheap: load weights in the first call.
+      reward and calls `check` for every prompt, with every size that its images may get as its `resolution` (None
+      outside of runs), at start-up, so building it must be cheap: load weights in the first call.
     - `check_group(images, frames)` raises ValueError for a group of so many images, or videos of so many frames, that
       the reward cannot score; with `sources` its third argument is the most that a prompt has. It is called at
       start-up, as `check` is.

@@ -16,7 +16,7 @@ from async_flowrl.algorithms.base import Algorithm, differentiates_reward
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import Resolution, configured
 from async_flowrl.config.schema import Config, TrainerConfig
-from async_flowrl.observability.flops import device_peak
+from async_flowrl.observability.flops import device_peak, reserved_memory
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import read_teacher
 from async_flowrl.policies.one_base import OneBase
@@ -181,7 +181,9 @@ class TrainerWorker:
         """Changes the weights by the result of `add_up`: the second phase, which waits for no other replica."""
         waited = self.snapshots.wait()
         stats = self.update.take_step()
-        stats = replace(stats, spans=(*waited, *stats.spans))
+        spans = [*waited, *stats.spans]
+        spans[-1:] = [replace(span, memory=reserved_memory()) for span in spans[-1:]]
+        stats = replace(stats, spans=tuple(spans))
         if self.world.size > 1:
             stats = replace(stats, digest=self.parameters.fingerprint())
         if not stats.skipped:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from async_flowrl.observability.flops import Meter, reserved_memory
+from async_flowrl.observability.flops import Meter
 from async_flowrl.observability.profiler import StepProfiler
 from async_flowrl.training.exact import Account, ExactSum, ShardSum, fitting_exponent, mark_of
 from async_flowrl.training.forward_passes import (
@@ -190,7 +190,7 @@ class Update:
                 with measured.span("backward"):
                     loss = output.loss.sum() if part.counts or not sharded else output.loss.sum() * 0.0
                     loss.backward()  # type: ignore[no-untyped-call]
-            measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape), memory=reserved_memory())
+            measured.spans[-1] = replace(measured.spans[-1], flops=self._meter.flops(shape))
             sums.add(output)
             if probing and index == 0 and behaviour is not None:
                 gap = passes.behaviour_gap(batch, behaviour)

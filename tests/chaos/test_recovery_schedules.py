@@ -10,7 +10,7 @@ from tests.chaos.recovery_schedules import PAIRS, fatal, outcome, report
 pytestmark = pytest.mark.chaos
 
 SEEDS, FIRST = 8 * len(PAIRS), len(PAIRS)
-"""Of `make test-slow`, and those of them that `make test` runs: 8 and 1 for each cell. A seed that fails stays."""
+"""Of `make test-slow`, and those of them that `make test` runs: 8 and 1 for each cell."""
 
 
 @pytest.mark.parametrize("seeds", [FIRST, pytest.param(SEEDS, marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from async_flowrl.main import home_expanded, main
 
@@ -294,8 +295,20 @@ def test_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     file.write_text("")
     for more in ([], ["dry_run=true"], ["hydra.verbose=false"]):
         assert "is a file" in refuse([f"output_dir={file}", HERE, *more], capsys, monkeypatch)
-    for place in (f"{file}/run", "/proc/run"):  # root may write anywhere, but not there
-        assert "cannot be written" in refuse([f"output_dir={place}", HERE], capsys, monkeypatch)
+    for place in ([f"output_dir={file}/run"], ["output_dir=/proc/run"], ["output_dir=/proc/run", "dry_run=true"]):
+        # root may write anywhere, but not there
+        assert "cannot be written" in refuse([*place, HERE], capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("terms", ["reward.terms", "evaluate.reward.terms"])
+def test_edits_of_another_shape_than_their_source(
+    terms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (24, 16)).save(tmp_path / "a.png")
+    (tmp_path / "edits.jsonl").write_text('{"prompt": "blue", "image": "a.png"}\n')
+    edits = [f"data.train={tmp_path / 'edits.jsonl'}", "data.held_out=0", f"{terms}={{edit_consistency: {{}}}}"]
+    message = refuse(["model=tiny_qwen_image_edit", *edits, HERE], capsys, monkeypatch)
+    assert "edit_consistency" in message and "24 × 16" in message
 
 
 def test_more_workers_than_this_machine_holds(

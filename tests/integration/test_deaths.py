@@ -82,6 +82,7 @@ HYBRID = ("trainer.num_workers=4", "trainer.shard=hybrid", "trainer.shard_size=2
         (0, (TWO, "trainer.ema_decay=0.9", "evaluate.every=3")),
         (0, (TWO, "trainer.shard=full")),
         (3, HYBRID),
+        (0, HYBRID),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else " ".join(value),
 )

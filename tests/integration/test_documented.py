@@ -32,6 +32,8 @@ ON_EVENT = {"reward/<name>/missing", "reward/<name>/failures", "reward/<name>/re
     "tickets_skipped",
     "evaluation/held_out/<name>/extra/<extra>",
     "adapter/changed_share",
+    "memory/<pool>",  # on GPUs: tests/pretend_gpu/test_whole_program.py
+    "memory.<pool>",
     "grad_norm/<name>",
     "faults.<kind>",
 }
@@ -125,7 +127,8 @@ def event_calls() -> Iterator[tuple[str, list[str]]]:
 def test_every_event_is_explained_with_its_fields_and_every_explained_one_is_recorded(runs: list[Run]) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (`\w+`.*) \| .* \|$", DIRECTORY, flags=re.MULTILINE)
     explained = {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}
-    recorded: dict[str, set[str]] = {"ticket": set()}  # The ticket table's, which calls what it is given.
+    # The ticket table's, which calls what it is given, and what only a GPU has.
+    recorded: dict[str, set[str]] = {"ticket": set(), "span": {"memory"}}
     for event, fields in event_calls():
         recorded.setdefault(event, set()).update(fields)
     for run in runs:

@@ -9,6 +9,7 @@ from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import folder_of, resolve_model, shapes_of
 from tests.integration.runs import train
+from tests.support.families import NAMES
 
 
 def settings(family: str) -> list[str]:
@@ -17,7 +18,7 @@ def settings(family: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen_image", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "wan"))]
+    "family", [name if name == "qwen_image" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
 def test_rollout_and_trainer_draw_the_same_weights(family: str, tmp_path: Path) -> None:
     run = train(tmp_path / "run", "one_step_off", *settings(family))

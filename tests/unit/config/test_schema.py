@@ -81,7 +81,9 @@ def test_the_defaults_are_allowed() -> None:
 
 
 def test_other_names_are_refused() -> None:
-    for key in (key for key, rule in RULES.items() if rule.choices):
+    chosen = [key for key, rule in RULES.items() if rule.choices]
+    assert len(chosen) > 20
+    for key in chosen:
         with pytest.raises(ConfigError, match=rf"^{re.escape(key)} must be one of .*, got '\?\?\?'$"):
             check(put(full(), key, "???"))
 
@@ -95,6 +97,7 @@ OUTSIDE = {
 
 
 def test_values_outside_the_bounds_are_refused() -> None:
+    assert len(OUTSIDE) > 80
     for (key, name), number in OUTSIDE.items():
         value = (0.5, number) if RULES[key].pair else number
         with pytest.raises(ConfigError, match=rf"^{re.escape(key)} must be .*{name.replace('_', ' ')} [\d.]+.*, got "):

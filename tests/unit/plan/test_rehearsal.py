@@ -82,6 +82,7 @@ def test_videos_that_begin_with_an_image_are_planned_with_as_many_frames() -> No
     short, long = (rank_alone(*video, f"rollout.frames={frames}") for frames in (5, 9))
     assert [rank.shapes.conditioning["condition"][1] for rank in (short, long)] == [2, 3]
     assert short.phases["backward"].peak < long.phases["backward"].peak
+    assert worker_alone(*video, "rollout.frames=5").phases.keys() == ROLLOUT_PHASES
 
 
 @pytest.mark.slow

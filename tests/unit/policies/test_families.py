@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from async_flowrl.algorithms import sde
@@ -19,6 +21,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import Sampling
 from tests.support.families import (
+    NAMES,
     TEXT,
     TWO_AND_SLOW,
     N,
@@ -34,6 +37,9 @@ from tests.support.families import (
 from tests.support.tiny import randomise, request, save_lora
 from tests.unit.rollout.trajectories import replay
 
+OWN_TIMES = ("qwen_image", "sd3", "sana", "z_image")
+"""Families with an expression of their own for the network's time."""
+
 
 def denoised(policy: PipelinePolicy, sampling: Sampling) -> Tensor:
     positive, negative = conditioning(policy)
@@ -45,7 +51,7 @@ def denoised(policy: PipelinePolicy, sampling: Sampling) -> Tensor:
     return x
 
 
-def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling) -> Any:
+def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling, output: str = "latent") -> Any:
     """What the stock pipeline makes from the same noise."""
     length = model_config(policy.family).max_sequence_length
     return called(
@@ -55,7 +61,7 @@ def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling) -> Any:
         width=32,
         num_inference_steps=6,
         latents=policy.stock_latents(latents(policy), 32),
-        output_type="latent",
+        output_type=output,
         **family_of(pipeline).guidance_arguments(sampling),
         **({} if length is None else {"max_sequence_length": length}),
     )
@@ -78,6 +84,21 @@ def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
     assert (untouched - ours).abs().max() > 0.05
     with reference_mode(policy.transformer):
         assert (denoised(policy, sampling) - untouched).abs().max() < tolerance
+
+
+def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family: str) -> None:
+    images = policy.decode(made(pipeline, policy, how(family)), 32).numpy()
+    theirs = np.stack([np.asarray(on_white(image)) for image in made(pipeline, policy, how(family), "pil")])
+    assert images.dtype == np.uint8 and images.shape == (N, 32, 32, 3)
+    assert np.abs(images.astype(int) - theirs).max() <= 1
+    assert images.std() > 10
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """The image as a viewer shows it on a white page."""
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A") if image.mode == "RGBA" else None)
+    return white
 
 
 def test_the_trainer_replays_a_trajectory(policy: PipelinePolicy, family: str) -> None:
@@ -139,7 +160,7 @@ def test_the_blocks_hold_nearly_everything_and_checkpointing_them_changes_nothin
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None and b is not None)
 
 
-@pytest.mark.parametrize("family", ["flux", "qwen_image"], indirect=True)
+@pytest.mark.parametrize("family", TWO_AND_SLOW, indirect=True)
 def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family: str, policy: PipelinePolicy) -> None:
     part = policy_of(family, parts="transformer")
     assert part.latent_shape(32) == policy.latent_shape(32)
@@ -166,7 +187,11 @@ def test_bfloat16_computes_there_and_returns_float32(plain: PipelinePolicy, fami
     assert 0 < (found - exact).abs().max() < 0.3
 
 
-@pytest.mark.parametrize("family", TWO_AND_SLOW, indirect=True)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in OWN_TIMES else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+    indirect=True,
+)
 def test_the_network_sees_the_stock_pipelines_times(family: str) -> None:
     """In bfloat16, where rounding 1000 sigma and dividing by 1000 is not always the rounded sigma. In float32, latents
     would differ (above)."""

@@ -54,6 +54,7 @@ MORE = [
     ("flux2_klein", (48, 32), 1.0, (0,)),
     ("flux2_klein", (32, 96), 1.0, (0, 1)),
     ("flux2_klein", (32, 96), 4.0, ()),
+    ("flux2_klein", (32, 96), 4.0, (0,)),
 ]
 """Of `make test-slow`: with CHEAP, each pair of a family, a size, a guidance and a choice of images."""
 CHEAP = [("flux_kontext", (32, 96), 4.0, (0,)), ("flux2_klein", (48, 32), 4.0, (0, 1))]

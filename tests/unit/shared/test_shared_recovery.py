@@ -56,12 +56,15 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return ran(tmp_path_factory.mktemp("calm") / "run", 1)
 
 
+PLACES = ("generate", "train", "add_up", "take_step", "stage", "keep_local", "kept_state", "save")
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize(
     ("workers", "faults"),
     [
-        *((2, [first("shared-0", place, "kill", after=1)]) for place in ("generate", "stage", "kept_state")),
-        (3, [first("shared-1", "take_step", "kill", after=1)]),
+        *((2, [first("shared-0", place, "kill", after=1)]) for place in PLACES),
+        *((3, [first("shared-1", place, "kill", after=1)]) for place in PLACES[:4]),
         (1, [once("shared-0", "generate", 14, "kill")]),
         (1, [once("shared-0", "add_up", 4, "kill")]),
         (1, [once("shared-0", "save", 2, "kill")]),
@@ -75,7 +78,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_weights_are_the_same_whoever_dies(tmp_path: Path, calm: Path, workers: int, faults: list[Fault]) -> None:
-    """A death in each other call: tests/chaos/test_shared_schedules.py."""
     found = ran(tmp_path / "found", workers, *faults)
     assert summary(found)["weights_digest"] == summary(calm)["weights_digest"]
     assert logged(found) == logged(calm)

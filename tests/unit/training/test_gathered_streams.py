@@ -133,7 +133,8 @@ def test_what_arrives_are_the_masters_and_an_older_version_is_gathered_between_t
     with_two_ranks(test)
 
 
-@pytest.mark.parametrize(("rank", "late"), [(0, False), (1, True)], ids=["the newest version", "an older version"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("late", [False, True], ids=["the newest version", "an older version"])
 def test_a_rank_killed_in_a_bucket_of_a_gather_is_known_to_be_dead_and_nothing_torn_is_served(
     rank: int, late: bool
 ) -> None:
