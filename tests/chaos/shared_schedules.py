@@ -156,9 +156,7 @@ def has_averages(seed: int) -> bool:
 def make_schedule(seed: int) -> SharedSchedule:
     """One fault of the cell that it is this seed's turn to hit, in the mode whose turn it is, and perhaps another."""
     rng = random.Random(f"shared {seed}")
-    turn, cell = divmod(seed, len(PAIRS))
-    # By the offset the first seed of every cell hits it; with 0 one does not.
-    (place, fault), (hand_over, k, processes) = PAIRS[cell], MODES[(turn + cell + 2) % len(MODES)]
+    (place, fault), (hand_over, k, processes) = PAIRS[seed % len(PAIRS)], MODES[seed // len(PAIRS) % len(MODES)]
     averaged = AVERAGES if has_averages(seed) else {}
     evaluated = 2 if "evaluation" in place else rng.choice([0, 2, 3])
     config = shared_config(
