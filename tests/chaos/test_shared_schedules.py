@@ -12,7 +12,7 @@ pytestmark = pytest.mark.chaos
 
 SEEDS = range(PER_CELL * len(PAIRS))
 ONE_EACH = [cell + len(PAIRS) * ((cell + 3) % len(MODES)) for cell in range(len(PAIRS))]
-"""Of `make test-slow`, and those of them that `make test` runs: one for each cell, in other modes (the offset: each hits its cell)."""
+"""Of `make test-slow`, and those of them that `make test` runs: one that hits each cell, in various modes."""
 
 
 @pytest.mark.parametrize(
