@@ -182,7 +182,8 @@ class TrainerWorker:
         waited = self.snapshots.wait()
         stats = self.update.take_step()
         spans = [*waited, *stats.spans]
-        spans[-1:] = [replace(span, memory=reserved_memory()) for span in spans[-1:]]
+        if spans:
+            spans[-1] = replace(spans[-1], memory=reserved_memory())
         stats = replace(stats, spans=tuple(spans))
         if self.world.size > 1:
             stats = replace(stats, digest=self.parameters.fingerprint())
