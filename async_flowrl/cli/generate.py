@@ -256,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trained = path.expanduser() if path is not None else None
     try:
         if trained is not None and options.transformer is not None and not trained_file.is_whole(trained):
+            lora_file.check_holder(trained)
             raise ValueError(f"--transformer {trained} is no folder with {trained_file.CONFIG} and weights")
         config = config_of(trained, options.model)
         check_guidance(config.model, options.true_cfg_scale, options.guidance_scale)

@@ -81,7 +81,7 @@ def local_index(path: str) -> Path | None:
     if local.exists():
         index = local / "model_index.json"
         if not index.is_file():
-            raise ValueError(f"model.path {path} is not a diffusers folder: it has no model_index.json")
+            raise ValueError(f"model.path {path!r} is not a diffusers folder: it has no model_index.json")
         return index
     if not _HUB_NAME.fullmatch(path):
         near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []

@@ -1,6 +1,7 @@
 """Scoring of groups: every reward pool scores a group by its own terms, all pools concurrently (for dispatch.py)."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from async_flowrl.config.schema import RewardConfig
@@ -13,6 +14,8 @@ from async_flowrl.tickets.table import EVALUATION, TRAIN, Ticket, describe
 from async_flowrl.types import Failure, Scores
 from separation.group import RefLost, WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded, deadline, together
+
+logger = logging.getLogger(__name__)
 
 # Errors of a call of a reward worker after which the call is repeated.
 FAILURES = (WorkerDied, WorkerFailed, DeadlineExceeded)
@@ -181,6 +184,7 @@ async def reward_failed(ctx: Context, pool: str, index: int, error: Exception) -
     if isinstance(error, WorkerFailed):
         ctx.observer.state(worker.name, "wait_data")
         return
+    logger.warning("%s is lost: %s", worker.name, error)
     worker.kill()
     try:
         await ctx.rewards[pool].replace(index)

@@ -187,13 +187,20 @@ def weights_file(path: Path, what: str = "LoRA") -> Path:
         return weights_file(named[0], what)
     files = sorted(path.glob("*.safetensors"))
     if len(files) != 1:
-        if (path / "manifest.json").is_file():
-            raise ValueError(f"{path} is a checkpoint: async-flowrl export {path} OUT writes its weights to OUT")
-        if (path / "lora" / FILE_NAME).is_file():
-            raise ValueError(f"{path} is a run; its LoRA is {path / 'lora'}")
+        check_holder(path)
         count = f"{len(files)} .safetensors files" if files else "no .safetensors file"
         raise ValueError(f"{what} {path} holds {count}; give the file itself, or a folder with {FILE_NAME}")
     return weights_file(files[0], what)
+
+
+def check_holder(folder: Path) -> None:
+    """Raises ValueError, with the place of the weights, for a checkpoint, and for what holds them in a folder."""
+    if (folder / "manifest.json").is_file():
+        raise ValueError(f"{folder} is a checkpoint: async-flowrl export {folder} OUT writes its weights to OUT")
+    if (folder / "lora" / FILE_NAME).is_file():
+        raise ValueError(f"{folder} is a run; its LoRA is {folder / 'lora'}")
+    if (folder / EXPERTS[PREFIX] / "config.json").is_file():
+        raise ValueError(f"{folder} is no LoRA; it holds a whole transformer: {folder / EXPERTS[PREFIX]}")
 
 
 def named_files(folder: Path) -> list[Path]:

@@ -95,6 +95,8 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run, tmp_path: Path
     shutil.copy(plain.root / "config.yaml", unfinished)
     with pytest.raises(ValueError, match="--lora OUT/transformer"):
         job_of(parser().parse_args([str(unfinished)]))
+    with pytest.raises(ValueError, match="published/transformer"):
+        job_of(parser().parse_args([str(tmp_path / "published")]))
     exported = tmp_path / "published" / "transformer"
     assert job_of(parser().parse_args([str(unfinished), "--lora", str(exported)])).trained_weights == exported
     loaded: Any = DiffusionPipeline.from_pretrained(str(tmp_path / "published"))
@@ -110,7 +112,10 @@ def test_the_commands_take_a_runs_transformer(plain: Run, tmp_path: Path, capsys
     given = ["--prompt", PROMPTS[0], "--images", "1", "--out", str(tmp_path / "grid.png")]
     assert generate_command(["--transformer", str(plain.root / "transformer"), *given]) == 0
     assert Image.open(tmp_path / "grid.png").width > 256, "before and after"
-    assert generate_command(["--transformer", str(plain.root / "images"), *given]) == 2
+    capsys.readouterr()
+    for folder, said in (("images", "config.json"), ("checkpoints/step_2", "export")):
+        assert generate_command(["--transformer", str(plain.root / folder), *given]) == 2
+        assert said in capsys.readouterr().err
     assert export([str(plain.root), str(tmp_path / "out"), "--format", "kohya"]) == 2
     assert not (tmp_path / "out").exists()
     config = read_config(plain.root / "config.yaml")

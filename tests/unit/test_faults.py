@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.controller import dispatch
+from async_flowrl.controller import dispatch, scoring
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
 from async_flowrl.controller.endpoints import SenderLate
@@ -36,10 +36,11 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     assert replaced["fenced"], "a worker declared dead is killed before its slot is reused"
 
 
-def test_the_terminal_names_a_worker_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    disturbed(once("rollout-0", "generate", 3, "kill"))
-    (warning,) = (record for record in caplog.records if record.name == dispatch.__name__)
-    assert warning.levelname == "WARNING" and warning.args is not None and "rollout-0" in warning.args
+@pytest.mark.parametrize(("worker", "method"), [("rollout-0", "generate"), ("reward-0", "score")])
+def test_the_terminal_names_a_worker_that_is_lost(worker: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    disturbed(once(worker, method, 3, "kill"))
+    (warning,) = (record for record in caplog.records if record.name in (dispatch.__name__, scoring.__name__))
+    assert warning.levelname == "WARNING" and warning.args is not None and worker in warning.args
 
 
 @pytest.mark.parametrize(
