@@ -30,8 +30,12 @@ def import_named(key: str, path: str) -> Any:
     try:
         return attrgetter(attribute)(module)
     except AttributeError as error:
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise ValueError(f"{key}: {unknown_name(f'the name after the colon of {path}', attribute, public)}") from error
+        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        own = [
+            name for name, value in public.items() if str(getattr(value, "__module__", "")).startswith(module.__name__)
+        ]
+        known = own or list(public)  # What the module imports is named only if it defines nothing.
+        raise ValueError(f"{key}: {unknown_name(f'the name after the colon of {path}', attribute, known)}") from error
 
 
 def absolute(name: str) -> str:

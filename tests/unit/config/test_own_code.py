@@ -37,6 +37,8 @@ def test_a_file_is_found_from_another_folder_with_what_lies_beside_it(
     assert not check_rewards(config.reward) and reward_sources(config.reward.terms).keys() == {"r"}
     named = import_named("key", f"{folder}/own_file.py:redness")
     assert named is import_named("key", f"{folder}/elsewhere/../own_file.py:redness")
+    with pytest.raises(ValueError, match="must be one of redness, got 'scale_'"):  # scale is imported there
+        import_named("key", f"{folder}/own_file.py:scale_")
 
 
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
