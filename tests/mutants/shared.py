@@ -6,7 +6,6 @@ from tests.mutants.mutation import Mutant, nothing
 from tests.mutants.tickets import RECEIVER
 
 RUNS, TURNS = "tests.unit.shared.test_shared_runs", "tests.unit.shared.test_turns"
-WORKER, RECOVERY = "tests.unit.shared.test_shared_worker", "tests.unit.shared.test_shared_recovery"
 
 
 def no_patience(kept: Any) -> Any:

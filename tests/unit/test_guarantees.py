@@ -71,6 +71,3 @@ def test_the_table_is_found() -> None:
         [("tests/a.py", "test_b", "make test-slow")],
         [],
     ]
-
-
-SLOW, SKIPPED = "@pytest.mark.slow", "@pytest.mark.skipif(not shutil.which('x'), reason='no x')"

@@ -6,8 +6,6 @@ import pytest
 
 from benchmarks import prove
 
-WHOLE, SHARES = "full weights are left out: ", "full weights in shares of 2 ranks are left out: "
-
 
 def test_the_digests_of_every_family_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -24,7 +24,6 @@ from async_flowrl.policies.stored import StoredElements
 from checkpoint_engine.side_stream import pinned_bytes
 from separation.node import NodeMemory
 
-GIB = 2**30
 ELEMENTS, TEXT = 2_048_000_000, 1_000_000_000
 """Of the network, of which 40 % are in each of two blocks, and of the text encoders. A version fills whole pages."""
 STORED = StoredElements({"layers.0.weight": 819_200_000, "layers.1.weight": 819_200_000, "proj": 409_600_000}, TEXT, 0)

@@ -1,11 +1,7 @@
-"""Tests of `model.dtype=auto`, which reads the headers of the transformer's files, in a folder and on the hub."""
+"""Tests of `model.dtype=auto`, which reads the headers of the transformer's files."""
 
 import json
 import shutil
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,6 @@ from async_flowrl.policies.registry import resolve_model
 from async_flowrl.policies.tiny import build_tiny
 
 FILE = "diffusion_pytorch_model.safetensors"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def model_of(folder: Path, dtype: torch.dtype, *, kept: str = "", shards: int = 1) -> Path:
@@ -53,41 +48,3 @@ def test_published_models_are_planned_in_what_their_files_hold() -> None:
         assert architecture(config)[1] == dtype
     config.model.dtype = "bfloat16"
     assert architecture(config)[1] == "bfloat16"
-
-
-class Hub(SimpleHTTPRequestHandler):
-    """Files under /Someone/Their-Image/resolve/COMMIT/, in parts where a range is asked for; nothing else."""
-
-    asked: list[str]
-
-    def do_GET(self) -> None:
-        self.asked.append(f"{self.path.rpartition('/')[2]} {self.headers.get('range', '')}".strip())
-        file = Path(self.directory) / self.path.partition(f"/resolve/{COMMIT}/")[2]
-        if not file.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        first, _, last = self.headers.get("range", "bytes=0-").removeprefix("bytes=").partition("-")
-        data = file.read_bytes()[int(first) : int(last) + 1 if last else None]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[str]:
-    Hub.asked = []
-    model = model_of(tmp_path, torch.bfloat16)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=str(model)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()

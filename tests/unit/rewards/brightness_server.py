@@ -1,7 +1,6 @@
 """A reward for `serve-rewards`: the brightness, or a fault that the prompt asks for; and how to ask its server."""
 
 import base64
-import socket
 from typing import Any
 
 import httpx
@@ -55,20 +54,3 @@ def post(url: str, content: Any = None, **options: Any) -> httpx.Response:
 
 async def results(reward: HTTP, images: ByteArray, prompt: str = "a cup") -> list[Any]:
     return await reward(images, Prompt(0, prompt))
-
-
-def opened(url: str, *sent: bytes) -> list[socket.socket]:
-    """Returns a connection for each part; it has sent that much of a request."""
-    place = ("127.0.0.1", int(url.rpartition(":")[2]))
-    connections = [socket.create_connection(place) for _ in sent]
-    for connection, begun in zip(connections, sent, strict=True):
-        connection.settimeout(60)
-        connection.sendall(begun)
-    return connections
-
-
-def head(content: bytes) -> bytes:
-    """Returns what comes before a body in a request for scores."""
-    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(content)}
-    lines = ["POST /v1/score HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
-    return "\r\n".join([*lines, "", ""]).encode()

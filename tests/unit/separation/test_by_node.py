@@ -14,7 +14,7 @@ from separation.resources import (
     totals,
 )
 
-A, B, C = ({"node:10.0.0.1": 1.0}, {"node:10.0.0.2": 1.0}, {"node:10.0.0.3": 1.0})
+A, B = {"node:10.0.0.1": 1.0}, {"node:10.0.0.2": 1.0}
 EIGHT = {"CPU": 64.0, "GPU": 8.0}
 
 

@@ -76,11 +76,6 @@ class Toy:
     def environment(self) -> dict[str, str]:
         return {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOY")}
 
-    def torch_threads(self) -> int:
-        import torch
-
-        return torch.get_num_threads()
-
     def say(self, text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stderr.write(text.upper() + "\n")
