@@ -1,21 +1,26 @@
 """Tiny models of every family for tests: policies with an adapter that changes the output, and diffusers' pipelines."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
+from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
+from async_flowrl.data.condition_images import examined
 from async_flowrl.policies import tiny
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
 from async_flowrl.policies.registry import FAMILIES, load_family, load_pipeline, load_policy, resolve_model
-from async_flowrl.types import Sampling
+from async_flowrl.types import ConditionImage, Sampling
 from tests.support.tiny import randomise, sampling, tensors
 
 
@@ -139,6 +144,33 @@ def conditioning(policy: PipelinePolicy) -> tuple[Mapping[str, Tensor], Mapping[
 
 def latents(policy: PipelinePolicy, n: int = N, seed: int = 0) -> Tensor:
     return torch.randn(n, *policy.latent_shape(32), generator=torch.Generator().manual_seed(seed))
+
+
+def denoised(policy: Any, start: Tensor, sampling: Sampling, *branches: Any, steps: int) -> Tensor:
+    """Returns the latents after `steps` steps without noise; `branches` are conditioning and, guided, its negative."""
+    x = start
+    with torch.no_grad():
+        for sigma, after in itertools.pairwise(policy.sigmas(steps, sampling.resolution)):
+            velocity = policy.velocity(x, sigma.expand(len(x)), *branches, sampling)
+            x = sde.ode_step(x, velocity, sigma.expand(len(x)), after.expand(len(x)))
+    return x
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """Returns the image as a viewer shows it on a white page."""
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image.getchannel("A") if image.mode == "RGBA" else None)
+    return white
+
+
+def to_edit(folder: Path, *sizes: tuple[int, int]) -> list[ConditionImage]:
+    """Returns a coarse image of each size, height and width in pixels, as a prompt has it to be edited."""
+    found = []
+    for seed, size in enumerate(sizes):
+        coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize(size[::-1]).save(folder / f"{seed}.png")
+        found.append(examined(folder / f"{seed}.png"))
+    return found
 
 
 def passes_by_length(policy: Any) -> list[int]:

@@ -1,6 +1,5 @@
 """Tests of what every model family computes, against diffusers' pipelines; a new family is one more parameter."""
 
-import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
 from async_flowrl.policies.pipeline import PipelinePolicy
@@ -28,9 +25,11 @@ from tests.support.families import (
     adapted,
     called,
     conditioning,
+    denoised,
     how,
     latents,
     model_config,
+    on_white,
     pipeline_of,
     policy_of,
 )
@@ -39,16 +38,6 @@ from tests.unit.rollout.trajectories import replay
 
 OWN_TIMES = ("qwen_image", "sd3", "sana", "z_image")
 """Families with an expression of their own for the network's time."""
-
-
-def denoised(policy: PipelinePolicy, sampling: Sampling) -> Tensor:
-    positive, negative = conditioning(policy)
-    x = latents(policy)
-    with torch.no_grad():
-        for sigma, after in itertools.pairwise(policy.sigmas(6, 32)):
-            velocity = policy.velocity(x, sigma.expand(N), positive, negative, sampling)
-            x = sde.ode_step(x, velocity, sigma.expand(N), after.expand(N))
-    return x
 
 
 def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling, output: str = "latent") -> Any:
@@ -79,11 +68,12 @@ def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
         theirs = made(pipeline, policy, sampling)
     finally:
         pipeline.unload_lora_weights()
-    ours, tolerance = denoised(policy, sampling), 3e-5 if family == "flux2_klein" else 2e-5
+    guided = latents(policy), sampling, *conditioning(policy)
+    ours, tolerance = denoised(policy, *guided, steps=6), 3e-5 if family == "flux2_klein" else 2e-5
     assert (theirs - ours).abs().max() < tolerance
     assert (untouched - ours).abs().max() > 0.05
     with reference_mode(policy.transformer):
-        assert (denoised(policy, sampling) - untouched).abs().max() < tolerance
+        assert (denoised(policy, *guided, steps=6) - untouched).abs().max() < tolerance
 
 
 def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family: str) -> None:
@@ -94,17 +84,10 @@ def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family:
     assert images.std() > 10
 
 
-def on_white(image: Image.Image) -> Image.Image:
-    """The image as a viewer shows it on a white page."""
-    white = Image.new("RGB", image.size, "white")
-    white.paste(image, mask=image.getchannel("A") if image.mode == "RGBA" else None)
-    return white
-
-
 def test_the_trainer_replays_a_trajectory(policy: PipelinePolicy, family: str) -> None:
     """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row.
 
-    Other kinds of noise, and no guidance: tests/unit/rollout/test_replays.py.
+    Other kinds of noise, and no guidance: tests/unit/rollout/test_diffusers_engine.py.
     """
     sampling = replace(how(family, cfg=4.0, sde_type="cps", noise_level=0.7), resolution=(32, 64))
     made = DiffusersEngine(policy).generate([request(N, how=sampling)])[0]

@@ -19,9 +19,8 @@ from diffusers.pipelines.flux2 import pipeline_flux2_klein
 from PIL import Image
 from torch import Tensor
 
-from async_flowrl.algorithms import sde
 from async_flowrl.cli import check_model, generate
-from async_flowrl.cli.generate import arguments_of, to_edit
+from async_flowrl.cli.generate import arguments_of
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.data.condition_images import examined
@@ -40,12 +39,11 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import prepare
 from async_flowrl.types import Prompt
-from tests.support.families import how, last_latents, model_config, pipeline_of, policy_of
+from tests.support.families import denoised, how, last_latents, model_config, pipeline_of, policy_of, to_edit
 from tests.support.tiny import randomise, request, save_lora, tensors
 from tests.unit.rollout.trajectories import replay
 
 TEXT, NEGATIVE, STEPS = "make the house blue", "grey", 3
-SIDES = [(90, 150), (128, 96)]
 MORE = [
     ("flux_kontext", (64, 32), 1.0, (0,)),
     ("flux_kontext", (64, 32), 4.0, (1,)),
@@ -72,12 +70,7 @@ def small_images() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Images to edit, of different aspect ratios."""
-    folder, found = tmp_path_factory.mktemp("images"), []
-    for seed, size in enumerate(SIDES):
-        coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize(size[::-1]).save(folder / f"{seed}.png")
-        found.append(examined(folder / f"{seed}.png"))
-    return found
+    return to_edit(tmp_path_factory.mktemp("images"), (90, 150), (128, 96))
 
 
 def prompt_of(*images: Any) -> Prompt:
@@ -109,17 +102,12 @@ def stock(family: str) -> Any:
 
 def arguments(stock: Any, family: str, sampling: Any, prompt: Prompt) -> dict[str, Any]:
     given = arguments_of(stock, model_config(family), sampling)
-    return {**given, "prompt": TEXT, **to_edit(prompt.images)}
+    return {**given, "prompt": TEXT, **generate.to_edit(prompt.images)}
 
 
 def sampled(policy: Any, start: Tensor, branches: Any, sampling: Any) -> Tensor:
-    x, (positive, negative) = start, branches
-    with torch.no_grad():
-        for sigma, after in itertools.pairwise(policy.sigmas(STEPS, sampling.resolution)):
-            levels = sigma.expand(len(x)), after.expand(len(x))
-            v = policy.velocity(x, levels[0], positive, negative if sampling.true_cfg_scale > 1 else None, sampling)
-            x = sde.ode_step(x, v, *levels)
-    return x
+    positive, negative = branches
+    return denoised(policy, start, sampling, positive, negative if sampling.true_cfg_scale > 1 else None, steps=STEPS)
 
 
 @pytest.mark.parametrize(

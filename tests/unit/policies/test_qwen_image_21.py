@@ -21,7 +21,7 @@ from async_flowrl.policies import registry
 from async_flowrl.policies.pipeline import PipelinePolicy, over_white
 from async_flowrl.policies.registry import family_of, load_pipeline, resolve_model
 from async_flowrl.policies.tiny import build_tiny
-from tests.support.families import NAMES, NEGATIVE, how, model_config, policy_of
+from tests.support.families import NAMES, NEGATIVE, how, model_config, on_white, policy_of
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import tensors
 
@@ -74,10 +74,8 @@ def test_prompts_of_unequal_length_in_one_batch_are_the_stock_pipelines_one_by_o
         padded = sampled(stock, TEXTS, start, size, cfg, "latent")
         assert (padded - theirs).abs()[0].max() > 1e-4 > (padded - theirs).abs()[1].max()
     (picture,) = sampled(stock, TEXTS[0], start[:1], size, cfg, "pil")
-    white = Image.new("RGB", picture.size, "white")
-    white.paste(picture, mask=picture.getchannel("A"))
     ours = policy.decode(x[:1], size)[0].numpy()
-    assert np.abs(ours.astype(int) - np.asarray(white)).max() <= 1 and ours.std() > 10
+    assert np.abs(ours.astype(int) - np.asarray(on_white(picture))).max() <= 1 and ours.std() > 10
 
 
 def test_the_schedule_is_that_of_the_published_model(policy: PipelinePolicy) -> None:
@@ -121,9 +119,7 @@ def test_transparent_pictures_are_laid_over_white_as_pillow_does_it() -> None:
     color, alpha = (part.flatten() for part in np.meshgrid(np.arange(256), np.arange(256)))
     rgba = np.stack([color, color[::-1], color, alpha], axis=-1).astype(np.uint8).reshape(256, 256, 4)
     picture = Image.fromarray(rgba, "RGBA")
-    white = Image.new("RGB", picture.size, "white")
-    white.paste(picture, mask=picture.getchannel("A"))
-    assert np.array_equal(over_white(torch.from_numpy(rgba)).numpy(), np.asarray(white))
+    assert np.array_equal(over_white(torch.from_numpy(rgba)).numpy(), np.asarray(on_white(picture)))
     assert torch.equal(over_white(torch.from_numpy(rgba[..., :3])), torch.from_numpy(rgba[..., :3]))
 
 

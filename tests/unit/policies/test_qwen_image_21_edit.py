@@ -1,6 +1,5 @@
 """Tests of edits of Qwen-Image 2.1 against diffusers' own pipeline, on the tiny model, and of their replay."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -8,20 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
-from async_flowrl.data.condition_images import examined
 from async_flowrl.image_file import opened
 from async_flowrl.policies import pipeline, qwen_image_21
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import PromptCheck, load_policy, resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Prompt
-from tests.support.families import NAMES, how, model_config, pipeline_of, policy_of
+from tests.support.families import NAMES, denoised, how, model_config, on_white, pipeline_of, policy_of, to_edit
 from tests.support.tiny import randomise, request, tensors
 from tests.unit.rollout.trajectories import replay
 
@@ -43,11 +39,7 @@ def small_images() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Prompt]:
     """Number of images → a prompt with so many, of different aspect ratios."""
-    folder, images = tmp_path_factory.mktemp("images"), []
-    for seed, size in enumerate([(200, 300), (256, 128)]):
-        coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize(size[::-1]).save(folder / f"{seed}.png")
-        images.append(examined(folder / f"{seed}.png"))
+    images = to_edit(tmp_path_factory.mktemp("images"), (200, 300), (256, 128))
     return {count: Prompt(0, TEXT, negative=NEGATIVE, images=tuple(images[:count])) for count in (0, 1, 2)}
 
 
@@ -82,23 +74,14 @@ def test_edits_are_the_stock_pipelines(
     images = [opened(image) for image in prompts[count].images]
     theirs = stock(TEXT, image=images, latents=start, num_images_per_prompt=2, output_type="latent", **asked).images
     positive, negative = encoded[count]
-
-    def sampled(branch: dict[str, Tensor]) -> Tensor:
-        x = start
-        with torch.no_grad():
-            for sigma, after in itertools.pairwise(policy.sigmas(STEPS, size)):
-                v = policy.velocity(x, sigma.expand(2), branch, negative if cfg > 1 else None, sampling)
-                x = sde.ode_step(x, v, sigma.expand(2), after.expand(2))
-        return x
-
-    ours = sampled(positive)
+    negative = negative if cfg > 1 else None
+    ours = denoised(policy, start, sampling, positive, negative, steps=STEPS)
     assert (ours - theirs).abs().max() < 2e-5
     (picture,) = stock(TEXT, image=images, latents=start[:1], output_type="pil", **asked).images
-    white = Image.new("RGB", picture.size, "white")
-    white.paste(picture, mask=picture.getchannel("A"))
     decoded = policy.decode(ours[:1], size)[0].numpy()
-    assert np.abs(decoded.astype(int) - np.asarray(white)).max() <= 1 and decoded.std() > 10
-    assert (sampled(positive | {"image_0": torch.zeros_like(positive["image_0"])}) - ours).abs().max() > 1e-3
+    assert np.abs(decoded.astype(int) - np.asarray(on_white(picture))).max() <= 1 and decoded.std() > 10
+    black = positive | {"image_0": torch.zeros_like(positive["image_0"])}
+    assert (denoised(policy, start, sampling, black, negative, steps=STEPS) - ours).abs().max() > 1e-3
 
 
 def test_the_trainer_replays_an_edit(policy: Any, prompts: Any) -> None:

@@ -1,7 +1,6 @@
 """Tests of Qwen-Image-Edit against diffusers' own pipeline, on the tiny model, and of what a trainer replays."""
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,25 +10,21 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock_rules
-from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import LoraConfig
-from async_flowrl.data.condition_images import examined
 from async_flowrl.image_file import opened
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import PromptCheck, load_family, load_policy, resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.types import Prompt, Sampling, TextWithImages
-from tests.support.families import how, model_config, pipeline_of, policy_of
+from async_flowrl.types import Prompt, TextWithImages
+from tests.support.families import denoised, how, model_config, pipeline_of, policy_of, to_edit
 from tests.support.tiny import randomise, request, tensors
 from tests.unit.rollout.trajectories import replay
 
 FAMILY, TEXT, NEGATIVE, STEPS = "qwen_image_edit", "make the house blue", "grey", 3
-SIDES = {"wide": (200, 300), "tall": (256, 128)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,11 +39,7 @@ def small_images() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Prompt]:
     """Number of images → a prompt with so many, of different aspect ratios."""
-    folder, images = tmp_path_factory.mktemp("images"), []
-    for seed, (name, size) in enumerate(SIDES.items()):
-        coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize(size[::-1]).save(folder / f"{name}.png")
-        images.append(examined(folder / f"{name}.png"))
+    images = to_edit(tmp_path_factory.mktemp("images"), (200, 300), (256, 128))
     return {count: Prompt(0, TEXT, negative=NEGATIVE, images=tuple(images[:count])) for count in (1, 2)}
 
 
@@ -78,14 +69,6 @@ def with_zero_time(monkeypatch: pytest.MonkeyPatch, network: Any, wanted: bool) 
     """As models are, of 2509 (False) and of 2511 (True)."""
     for module in (network, *network.transformer_blocks):
         monkeypatch.setattr(module, "zero_cond_t", wanted)
-
-
-def velocities(policy: PipelinePolicy, x: Tensor, sampling: Sampling, *branches: Any) -> Tensor:
-    with torch.no_grad():
-        for sigma, after in itertools.pairwise(policy.sigmas(STEPS, sampling.resolution)):
-            v = policy.velocity(x, sigma.expand(len(x)), *branches, sampling)
-            x = sde.ode_step(x, v, sigma.expand(len(x)), after.expand(len(x)))
-    return x
 
 
 CASES = [((32, 64), 1, 1.0, True), ((96, 32), 2, 4.0, False)]
@@ -130,7 +113,8 @@ def test_edits_are_the_stock_pipelines(
         output_type="latent",
         **asked,
     ).images
-    ours = velocities(policy, start, sampling, positive, negative if cfg > 1 else None)
+    negative = negative if cfg > 1 else None
+    ours = denoised(policy, start, sampling, positive, negative, steps=STEPS)
     assert (ours - theirs).abs().max() < 2e-5
     unpacked = stock._unpack_latents(theirs, *size, stock.vae_scale_factor)
     mean, std = (
@@ -143,7 +127,7 @@ def test_edits_are_the_stock_pipelines(
     decoded = policy.decode(ours, size).numpy()
     assert np.abs(decoded.astype(int) - pictures).max() <= 1 and decoded.std() > 10
     black = positive | {"image_0": torch.zeros_like(positive["image_0"])}
-    assert (velocities(policy, start, sampling, black, negative if cfg > 1 else None) - ours).abs().max() > 1e-3
+    assert (denoised(policy, start, sampling, black, negative, steps=STEPS) - ours).abs().max() > 1e-3
 
 
 def test_image_sizes_are_those_of_the_stock_rules(

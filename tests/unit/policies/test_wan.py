@@ -1,6 +1,5 @@
 """Tests of the family Wan: videos against diffusers' pipeline, what stays float32, and frames that are refused."""
 
-import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ import diffusers
 import pytest
 import torch
 
-from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
 from async_flowrl.policies.pipeline_family import euler_scheduler
@@ -20,7 +18,7 @@ from async_flowrl.policies.wan import tiny_pipeline
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Sampling
 from checkpoint_engine import base_digest
-from tests.support.families import NEGATIVE, TEXT, conditioning, how, model_config
+from tests.support.families import NEGATIVE, TEXT, conditioning, denoised, how, model_config
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import request
 from tests.unit.rollout.trajectories import replay
@@ -62,13 +60,7 @@ def same_videos(policy: PipelinePolicy, pipeline: Any, sampling: Sampling) -> No
         output_type="pt",
         max_sequence_length=24,
     ).frames
-    positive, negative = conditioning(policy)
-    x, sigmas = start, policy.sigmas(STEPS, size)
-    with torch.no_grad():
-        for sigma, after in itertools.pairwise(sigmas):
-            velocity = policy.velocity(x, sigma.expand(2), positive, negative, sampling)
-            x = sde.ode_step(x, velocity, sigma.expand(2), after.expand(2))
-    ours = policy.decode(x, size)
+    ours = policy.decode(denoised(policy, start, sampling, *conditioning(policy), steps=STEPS), size)
     assert ours.dtype == torch.uint8 and ours.shape == (2, *size, 3)
     assert (ours.int() - (255 * theirs.movedim(2, -1)).round().int()).abs().max() <= 1
     assert (ours[:, 0].float() - ours[:, -1].float()).abs().mean() > 1, "its frames differ"

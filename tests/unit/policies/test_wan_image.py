@@ -1,20 +1,15 @@
 """Tests of Wan, image to video: videos against diffusers' pipeline for its three kinds of models, and replays."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import diffusers
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from async_flowrl.algorithms import sde
 from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
-from async_flowrl.data.condition_images import examined
 from async_flowrl.image_file import opened
 from async_flowrl.policies import lora_file, wan
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
@@ -25,7 +20,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.text_encoder import encode_one
 from async_flowrl.tickets.request import asked_of
 from async_flowrl.types import Prompt, Sampling
-from tests.support.families import how
+from tests.support.families import denoised, how, to_edit
 from tests.support.tiny import randomise, request, tensors
 from tests.unit.policies.test_wan import ti2v_5b
 from tests.unit.rollout.trajectories import replay
@@ -56,10 +51,7 @@ def first_frame(config: TinyConfig) -> Any:
 
 @pytest.fixture(scope="module")
 def prompt(tmp_path_factory: pytest.TempPathFactory) -> Prompt:
-    coarse = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
-    path = tmp_path_factory.mktemp("images") / "start.png"
-    Image.fromarray(coarse).resize((120, 80)).save(path)
-    return Prompt(0, TEXT, negative=NEGATIVE, images=(examined(path),))
+    return Prompt(0, TEXT, negative=NEGATIVE, images=tuple(to_edit(tmp_path_factory.mktemp("images"), (80, 120))))
 
 
 def config_of(kind: str) -> ModelConfig:
@@ -102,15 +94,10 @@ def test_videos_are_the_stock_pipelines(place: int, cfg: float, loaded: Any, pro
         output_type="pt",
         max_sequence_length=512 if kind == "wan21" else 24,
     ).frames
-    branches, made = encoded(policy, prompt, sampling), []
-    black = branches[0] | {"condition": torch.zeros_like(branches[0]["condition"])}
-    for positive in (branches[0], black):
-        x = start
-        with torch.no_grad():
-            for sigma, after in itertools.pairwise(policy.sigmas(STEPS, size)):
-                velocity = policy.velocity(x, sigma.expand(2), positive, branches[1], sampling)
-                x = sde.ode_step(x, velocity, sigma.expand(2), after.expand(2))
-        made.append(policy.decode(x, size))
+    positive, negative = encoded(policy, prompt, sampling)
+    black = positive | {"condition": torch.zeros_like(positive["condition"])}
+    ends = (denoised(policy, start, sampling, branch, negative, steps=STEPS) for branch in (positive, black))
+    made = [policy.decode(end, size) for end in ends]
     assert made[0].dtype == torch.uint8 and made[0].shape == (2, *size, 3)
     assert (made[0].int() - (255 * theirs.movedim(2, -1)).round().int()).abs().max() <= 1
     assert (made[0].float() - made[1].float()).abs().mean() > 1, "the image matters"
@@ -156,7 +143,8 @@ def test_a_lora_round_trips_through_the_stock_pipeline(loaded: Any, prompt: Prom
     with torch.no_grad():
         before = policy.velocity(x, sigma, positive, None, sampling)
     add_lora(policy.transformer, LoraConfig(2, 16.0), policy, seed=0)
-    tensors = {name: parameter.detach() for name, parameter in randomised(policy).items()}
+    randomise(lora_parameters(policy.transformer))
+    tensors = {name: parameter.detach() for name, parameter in lora_parameters(policy.transformer).items()}
     ours = policy.velocity(x, sigma, positive, None, sampling)
     ours.square().sum().backward()
     assert len(lora_modules(policy.transformer)) == 16 * (2 if kind == "wan22" else 1)
@@ -173,11 +161,6 @@ def test_a_lora_round_trips_through_the_stock_pipeline(loaded: Any, prompt: Prom
     with torch.no_grad():
         found = theirs.velocity(x, sigma, positive, None, sampling)
     assert torch.allclose(ours, found, atol=1e-4) and (ours - before).abs().mean() > 1e-3
-
-
-def randomised(policy: Any) -> dict[str, Any]:
-    randomise(lora_parameters(policy.transformer))
-    return dict(lora_parameters(policy.transformer))
 
 
 @pytest.mark.parametrize(
