@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from async_flowrl.config.error_text import did_you_mean, first_line
 from async_flowrl.config.hub import download, folder_here, hub_file
@@ -45,15 +46,18 @@ class Weights(Mapping[str, Tensor]):
 @contextmanager
 def on_meta(dtype: torch.dtype) -> Iterator[None]:
     """Context manager: parameters of new modules are on the meta device; `dtype` is the default of all new tensors."""
-    from accelerate import init_empty_weights
-
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
+    hook = register_module_parameter_registration_hook(_parameter_on_meta)
     try:
-        with init_empty_weights():
-            yield
+        yield
     finally:
+        hook.remove()
         torch.set_default_dtype(before)
+
+
+def _parameter_on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:  # torch declares None
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
