@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import ErrorType, Store
 
 from checkpoint_engine.errors import TransferFailed
+from checkpoint_engine.side_stream import recorded
 
 BUCKET_BYTES = 8 << 20  # Smallest size of the pieces (buckets) in which a payload is broadcast.
 # Approximate number of buckets per broadcast: more cost round trips, fewer leave less work that can overlap.
@@ -151,11 +152,22 @@ class TorchLink:
                 limit.check()
             else:
                 limit.pause()  # NCCL's own wait with a time-out ends the whole group at that time-out
-        if self.backend == "nccl" and (error := work.exception()) is not None:
-            raise TransferFailed(f"NCCL: {error}")  # a collective that failed counts as completed too
         work.wait()
+        if self.backend == "nccl":
+            # A collective that failed counts as completed, too, but the stream gets past it only when torch's watchdog
+            # has noted the error and aborted the group. (`work.exception()` is a TypeError in torch 2.11.)
+            passed = recorded(self.in_use[0].device)
+            while passed is not None and not passed.query():
+                limit.pause()
+            if (error := self._error()) is not None:
+                raise TransferFailed(f"NCCL: {error}")
         if end is not None:
             arrived(end)
+
+    def _error(self) -> str | None:
+        group = self.group
+        error = ErrorType.SUCCESS if group is None else group.get_error()
+        return None if error == ErrorType.SUCCESS else str(error.name)
 
     def abort(self) -> None:
         """Aborts a broadcast under way and destroys the group, which may wait for a peer until the deadline."""

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.process_group import Limit, TorchLink, nccl_group
@@ -42,9 +43,6 @@ class Work:
     def is_completed(self) -> bool:
         return True
 
-    def exception(self) -> RuntimeError:
-        return RuntimeError("ncclRemoteError: a call failed possibly due to a network error")
-
     def wait(self) -> bool:
         return True
 
@@ -74,9 +72,12 @@ def test_a_collective_that_failed_is_an_error_though_it_counts_as_completed() ->
         def broadcast(self, *_: object) -> Work:
             return Work()
 
+        def get_error(self) -> ErrorType:
+            return ErrorType.COMM_ERROR
+
     link.group = Failing()
     payload, limit = torch.zeros(8, dtype=torch.uint8), Limit(threading.Event(), 60.0)
-    with pytest.raises(TransferFailed, match="NCCL: ncclRemoteError"):
+    with pytest.raises(TransferFailed, match="NCCL: COMM_ERROR"):
         link.broadcast(payload, limit, lambda end: None, lambda: payload)
     assert link.in_use, "the collective may still read or write there"
 

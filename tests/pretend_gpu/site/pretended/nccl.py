@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 from pretended.cuda import Event, Stream, current_stream
 from pretended.host_view import host_view
@@ -65,7 +66,7 @@ class Options:
 
 
 class Work(dist._Work):
-    """Of one collective: enqueued, perhaps done. An error is told by `exception`, never raised."""
+    """Of one collective: enqueued, perhaps done. An error is told by the group's `get_error`, never raised."""
 
     def __init__(self, tensors: Sequence[Tensor], on: Stream) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Work(dist._Work):
         return self.error is None and self._event.query()
 
     def exception(self) -> BaseException | None:
-        return self.error
+        raise TypeError("Unable to convert function return value to a Python type! (as torch 2.11 says)")
 
     def exceeds(self, limit: timedelta) -> bool:
         return not self.is_completed() and time.monotonic() - self._begun > limit.total_seconds()
@@ -120,6 +121,7 @@ class ProcessGroupNCCL:
         self._inner: Any = None
         self._stream: Stream | None = None
         self._aborted = threading.Event()
+        self._error = ErrorType.SUCCESS
         self._under_way: list[Work] = []
         self._kernels = ThreadPoolExecutor(1, thread_name_prefix="pretended-nccl")
         threading.Thread(target=self._watch, name="pretended-nccl-watchdog", daemon=True).start()
@@ -204,7 +206,10 @@ class ProcessGroupNCCL:
             for work in list(self._under_way):
                 if work.error is None and work.exceeds(self._options._timeout):
                     work.error = dist.DistBackendError(f"Watchdog caught collective operation timeout: {work._begun}")
-                if work.error is None or self._handling == "0":
+                if work.error is None:
+                    continue
+                self._error = ErrorType.COMM_ERROR
+                if self._handling == "0":
                     continue
                 if self._handling in ABORTS:
                     self.abort()
@@ -224,6 +229,10 @@ class ProcessGroupNCCL:
 
     def shutdown(self) -> None:
         self.abort()
+
+    def get_error(self) -> Any:
+        """What the watchdog has seen; it sets it before it aborts."""
+        return self._error
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._options._timeout = timeout
