@@ -68,15 +68,16 @@ def whole(task: Task) -> None:
 def glyphs(task: Task) -> None:
     """Trains the small model that learns to write, with two processes on the card; two short runs must be equal."""
     recipe = ("experiment=glyphs", "evaluate.images_per_prompt=4", "evaluate.max_prompts=16", "reward.num_workers=6")
-    learned = task.train("glyphs", *recipe, "evaluate.every=60", *HALF, most=task.left - 60)
+    short = ("experiment=glyphs", "total_steps=20")
+    with ThreadPoolExecutor(3) as pool:
+        learning = pool.submit(task.train, "glyphs", *recipe, "evaluate.every=60", *HALF)
+        first = pool.submit(task.train, "glyphs shared", *short, *SHARED)
+        second = pool.submit(task.train, "glyphs two pools", *short, *HALF)
+    learned = learning.result()
     curves = learned["evaluations"]["last"]["curves"] if learned else {}
     scores = {name: curve["mean"] for name, curve in curves.items()}
     task.say("held-out OCR", ok=scores.get("reward", 0.0) >= OCR, scores=scores, seconds_on_two_cpu_cores=187)
-    short = ("experiment=glyphs", "total_steps=20")
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(task.train, "glyphs shared", *short, *SHARED)
-        second = pool.submit(task.train, "glyphs two pools", *short, *HALF)
-        task.equal("glyphs shared, two pools", {"shared": first.result(), "two pools": second.result()})
+    task.equal("glyphs shared, two pools", {"shared": first.result(), "two pools": second.result()})
 
 
 def gpu_tests(task: Task) -> None:

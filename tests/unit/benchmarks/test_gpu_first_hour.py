@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.gpu_first_hour import __main__ as program
 from benchmarks.gpu_first_hour import full_size, kernel_bits
 from benchmarks.gpu_first_hour.__main__ import Stage
 from benchmarks.gpu_first_hour.sizes import SMALL, settings
+from benchmarks.gpu_first_hour.task import GRACE_SECONDS
 
 PROBES = "tests.unit.benchmarks.first_hour_stages"
 
@@ -50,6 +52,17 @@ def test_a_stage_that_fails_hangs_or_has_no_memory_is_named_and_the_next_one_run
     with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
         log = archive.extractfile("logs/hangs.log")
         assert log is not None and b"in hangs" in log.read(), "the stack says where it hung"
+
+
+def test_a_stage_begins_with_the_one_it_names_and_every_call_has_time_for_all_of_its_own(tmp_path: Path) -> None:
+    one = Stage(f"{PROBES}:meets", 60, 1, "a test")
+    pair = {"one": one, "other": replace(one, beside="one")}
+    assert program.run_stages(pair, tmp_path / "out", tmp_path / "work", 300.0) == 0
+    assert program.together({"before": one, "other": pair["other"]}) == [["before"], ["other"]]
+    for call in (1, 2, 3):
+        groups = program.together({name: each for name, each in program.STAGES.items() if each.call == call})
+        longest = sum(max(program.STAGES[name].seconds for name in names) for names in groups)
+        assert longest + 2 * GRACE_SECONDS <= program.CALL_SECONDS
 
 
 def gone(process: int) -> bool:
