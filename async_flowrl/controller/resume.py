@@ -75,7 +75,9 @@ def newest(directory: RunDirectory, *, shares: bool = False) -> Resume:
     path = find_checkpoint(directory.checkpoints, shares=shares)
     if path is None:
         if written(directory.checkpoints):
-            raise DamagedCheckpoint(f"{directory.checkpoints} holds no sound checkpoint to go on from")
+            raise DamagedCheckpoint(
+                f"{directory.checkpoints} holds no sound checkpoint to go on from; another output_dir begins anew"
+            )
         return START
     return _read_resume(path)
 
@@ -103,8 +105,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
             verify_checkpoint(path, shares=shares)
             resume = _read_resume(path)
     except DamagedCheckpoint as error:
-        run = not of_this_run and RunDirectory(expanded(config.resume)).checkpoints.is_dir()
-        hint = f"; it is a run, whose checkpoints are {config.resume}/checkpoints/step_N" if run else ""
+        hint = "" if of_this_run else f"; {_instead_of(expanded(config.resume), shares=shares)}"
         raise ConfigError(f"{error}{hint}") from error
     if resume.path is None:
         return resume
@@ -121,6 +122,13 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
         )
     forced = tuple(f"{resume.path}: {each}" for each in differing)
     return replace(resume, forced=forced, notes=tuple(other_inputs(resume.controller["inputs"], now)))
+
+
+def _instead_of(path: Path, *, shares: bool) -> str:
+    if (checkpoints := RunDirectory(path).checkpoints).is_dir():
+        return f"it is a run, whose checkpoints are {checkpoints}/step_N"
+    sound = find_checkpoint(path.parent, shares=shares)
+    return "no checkpoint beside it is sound" if sound is None else f"resume={sound} is sound"
 
 
 def check_shares(config: Config, path: Path) -> None:

@@ -90,6 +90,17 @@ def test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over(tmp_path: Pat
     check_equal(root)
 
 
+def test_a_damaged_checkpoint_that_resume_names_is_refused_with_a_sound_one(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert go(root, save__keep=9) is None
+    newest, older = written(root / "checkpoints")[:2]
+    spoil(newest)
+    with pytest.raises(ConfigError, match=f"resume={older} "):
+        go(tmp_path / "from_the_damaged_one", resume=str(newest))
+    with pytest.raises(ConfigError, match=f"{root}/checkpoints/step_N"):
+        go(tmp_path / "from_the_run", resume=str(root))
+
+
 def test_nothing_but_damaged_checkpoints_is_refused(tmp_path: Path) -> None:
     left = go(tmp_path / "run", disturb=kill_after(14.0))
     assert left is not None
