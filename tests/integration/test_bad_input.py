@@ -1,5 +1,6 @@
 """Tests of refused input: one clear line, no traceback, exit code 2, and nothing is written or started."""
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 from async_flowrl.main import home_expanded, main
+from tests.integration.runs import LIMIT, ROOT
 
 
 def refuse(arguments: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -331,3 +333,47 @@ def test_home_is_expanded_where_the_shell_leaves_it_alone(monkeypatch: pytest.Mo
     assert home_expanded("output_dir=~/runs/a") == f"output_dir={tmp_path}/runs/a"
     assert home_expanded("~reward.terms.color") == "~reward.terms.color"
     assert home_expanded("--config-name") == "--config-name"
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "async_flowrl.main", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+    )
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = command("mode=one_stp_off", f"output_dir={out}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("async_flowrl: mode must be one of")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert not out.exists()
+
+
+def answered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What is said of a command that is refused."""
+    monkeypatch.setattr(sys, "argv", ["main", *arguments])
+    code = main()
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.slow
+def test_more_than_an_existing_cluster_has(
+    tmp_path: Path, existing_cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
+    said = answered(capsys, monkeypatch, "rollout.num_workers=3", *there)
+    rows = [line.split() for line in said.splitlines()]
+    assert said.startswith("async_flowrl: the cluster can't hold what was asked:")
+    assert ["resource", "asked", "exists", "missing"] in rows
+    assert ["rollout", "3", "2", "1"] in rows
+    large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
+    said = answered(capsys, monkeypatch, *large, *there)
+    assert "GB of results and weights lie in the object store, which holds 0.1 GB" in said
+    assert "max_staleness" in said
+    assert len(said.splitlines()) == 1
+    assert "is not empty" not in answered(capsys, monkeypatch, "total_steps=0", *there)

@@ -1,6 +1,7 @@
 """Tests of the command line besides a plain run: options of Hydra, a sweep, and the console command."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,3 +69,65 @@ def test_the_console_command_itself(here: Callable[..., int], capsys: pytest.Cap
     assert all(verb in said for verb in verbs.VERBS)
     assert here("--version", of=verbs.main) == 0 and capsys.readouterr().out.startswith("async-flowrl ")
     assert here("export", "--help", of=verbs.main) == 0 and "usage: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", verbs.VERBS)
+def test_every_verb_says_how_it_is_used(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["async-flowrl", verb, "--help"])
+    with pytest.raises(SystemExit) as end:
+        sys.exit(verbs.main())
+    said = capsys.readouterr()
+    assert end.value.code in (0, None), said.err
+    assert f"usage: async-flowrl {verb} " in said.out or f"usage: python -m {verbs.VERBS[verb][0]} " in said.out
+    assert len(said.out.splitlines()) >= 3 and not said.err
+    assert not list(tmp_path.iterdir())
+
+
+HEAVY = ("torch", "diffusers", "transformers", "peft", "ray", "scipy", "matplotlib", "wandb", "tensorboard", "rapidocr")
+ANSWERS = """
+import contextlib, importlib, io, json, sys
+for name, (module, arguments) in json.loads(sys.argv[1]).items():
+    before, sys.argv = set(sys.modules), ["command", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            code = importlib.import_module(f"async_flowrl.{module}").main()
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([name, [code, said.getvalue(), sorted(set(sys.modules) - before)]]))
+"""
+NO_COMPUTING = {
+    "no verb": ("__main__", []),
+    "version": ("__main__", ["--version"]),
+    "unknown verb": ("__main__", ["nonsense"]),
+    "help of the export": ("cli.export", ["--help"]),
+    "arguments of the export": ("cli.export", ["only_one"]),
+    "help of the planner": ("cli.plan", ["--help"]),
+    "arguments of the planner": ("cli.plan", ["--devices", "many"]),
+    "unknown key": ("main", ["total_stepz=3"]),
+    "unknown group": ("main", ["reward=ocrr"]),
+    "wrong type": ("main", ["seed=abc"]),
+    "unknown mode": ("main", ["mode=one_step"]),
+    "out of bounds": ("main", ["total_steps=0"]),
+    "unknown reward": ("main", ["reward.terms.color.name=ocrr"]),
+    "missing prompts": ("main", ["data.train=/nowhere/prompts.txt"]),
+    "missing model": ("main", ["model.path=/nowhere/model"]),
+    "used directory": ("main", [f"output_dir={ROOT}"]),
+}
+"""What can be answered without a tensor."""
+ANSWERED = {name for name in NO_COMPUTING if "help" in name} | {"no verb", "version"}
+
+
+def test_an_answer_that_needs_no_tensor_loads_no_torch() -> None:
+    """All are asked in one process; a module counts for the case that is the first to load it."""
+    command = [sys.executable, "-c", ANSWERS, json.dumps(NO_COMPUTING)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    answers = dict(map(json.loads, done.stdout.splitlines()))
+    assert answers.keys() == NO_COMPUTING.keys()
+    for case, (code, said, modules) in answers.items():
+        assert code == (0 if case in ANSWERED else 2), said
+        assert "Traceback" not in said
+        assert not {name.partition(".")[0] for name in modules} & set(HEAVY), case

@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ import psutil
 import pytest
 
 from async_flowrl.cli.verify import verify
+from benchmarks import prove
 from benchmarks.prove import (
+    SHORT_RUN,
     digest,
     events,
     finish,
@@ -22,6 +27,7 @@ from benchmarks.prove import (
     wait_for,
 )
 from separation.processes import alive, descendants
+from tests.support.killed_trainer import PHASES, drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -44,7 +50,7 @@ def test_a_killed_rollout_worker_and_a_killed_driver(expected: str, tmp_path: Pa
 def test_a_killed_driver_and_a_reward_that_is_not_deterministic(tmp_path: Path) -> None:
     """Every score is a random number: the trained ones are those of the first time only if they were kept."""
     folder = tmp_path / "run"
-    dice = ["~reward.terms.color", "+reward.terms={dice: {name: 'tests.integration.dice:Dice'}}"]
+    dice = ["~reward.terms.color", "+reward.terms={dice: {name: 'tests.integration.brightness:Dice'}}"]
 
     def scored() -> list[dict[str, Any]]:
         lines = (folder / "scores.jsonl").read_text().splitlines(keepends=True)
@@ -141,3 +147,62 @@ def test_a_hung_trainer_ends_the_run_by_name(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert b"was not done within its deadline" in errors
     assert not [process for process in everything if alive(process)], "something is left running"
+
+
+SEED = int(os.environ.get("KILL_SEED", "0"))
+"""Another seed draws other instants: KILL_SEED=$RANDOM pytest -m slow tests/integration/test_deaths.py."""
+STEPS = 24
+MAX_SECONDS = 900.0
+RUN = """
+import sys
+from pathlib import Path
+from async_flowrl import main
+from tests.support.killed_trainer import drawn
+given = dict(kills=drawn({seed}, {name!r}, ranks={ranks}), notes=Path({notes!r}))
+sys.exit(main.main({{
+    "async_flowrl.training.trainer_worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
+    "async_flowrl.shared.shared_worker:SharedWorker": ("tests.support.killed_trainer:KilledShared", given),
+}}))
+"""
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings"),
+    [
+        ("none", 2, ("trainer.shard=none",)),
+        ("hybrid", 4, ("trainer.shard=hybrid", "trainer.shard_size=2")),
+        ("shared", 2, ("placement=shared", "rollout.num_workers=2")),
+    ],
+)
+def test_ten_kills_of_trainer_ranks(tmp_path: Path, name: str, ranks: int, settings: tuple[str, ...]) -> None:
+    calm, folder, notes = tmp_path / "calm", tmp_path / "run", tmp_path / "kills"
+    own = [f"total_steps={STEPS}", f"trainer.num_workers={ranks}", "save.every=1000", *settings]
+    finish(start(calm, own), calm)
+    source = RUN.format(seed=SEED, name=name, ranks=ranks, notes=str(notes))
+    command = [sys.executable, "-c", source, "--config-name", "one_step_off", *SHORT_RUN, f"output_dir={folder}", *own]
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=MAX_SECONDS)
+    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
+    killed = [line.split(maxsplit=2) for line in notes.read_text().splitlines()]
+    assert [(int(step), int(rank), phase) for step, rank, phase in killed] == [
+        (kill.step, kill.rank, kill.phase) for kill in drawn(SEED, name, ranks=ranks)
+    ]
+    assert Counter(phase for _, _, phase in killed) == dict.fromkeys(PHASES, 2)
+    assert len(events(folder, "rollback")) == len(killed), "each death is a recovery"
+    assert digest(folder) == digest(calm)
+    assert [row for row in verify(folder) if not row[1]] == []
+    print(json.dumps([event["step"] for event in events(folder, "rollback")]))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("place", [0, 1], ids=["on one rank", "in shares of two ranks"])
+def test_the_rows_of_whole_weights_have_one_digest(tmp_path: Path, place: int) -> None:
+    """A case raises NotProven if its disturbance does not happen. Every step changes the weights, so they differ."""
+    family = prove.whole_weights([])[place]
+    assert "tune=full" in family.overrides and ("trainer.shard=full" in family.overrides) == bool(place)
+    digests = prove.run_cases(family, tmp_path)
+    assert len(digests) == len(family.cases) >= 2 and len(set(digests.values())) == 1
+    for number in range(len(family.cases)):
+        versions = prove.events(tmp_path / f"{family.folder}_{number}", "version")
+        sent = {event["digest"] for event in versions if event["state"] == "sent" and event["stream"] == "policy"}
+        assert len(sent) == 7, "versions 0 to 6, each of which is another, also when it is sent again"

@@ -25,7 +25,7 @@ PLANTED = (
     "evaluate.baseline_steps=3",
     "save.keep=1",
     f'reward.terms={{bright: {{name: "{PLACE}.brightness:brightness"}}}}',
-    f'evaluate.reward.terms={{dark: {{name: "{PLACE}.held_out_brightness:darkness"}}}}',
+    f'evaluate.reward.terms={{dark: {{name: "{PLACE}.brightness:darkness"}}}}',
 )
 
 
@@ -38,7 +38,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_run_with_held_out_terms_leaves_records_baseline_and_best(prompts: str, tmp_path: Path) -> None:
     """The held-out term that never answers costs exit code 3 and nothing else."""
-    terms = f'+evaluate.reward.terms.silent={{name: "{PLACE}.held_out_brightness:silent"}}'
+    terms = f'+evaluate.reward.terms.silent={{name: "{PLACE}.brightness:silent"}}'
     small = ["model.tiny.layers=1", "group_size=4", "trainer.micro_batch_size=4"]
     given = [*PLANTED, *small, prompts, terms, "total_steps=2", "save.best=dark"]
     given += ["reward.backoff=0", "reward.retries=1"]

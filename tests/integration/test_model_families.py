@@ -1,5 +1,7 @@
 """Tests of whole runs with every model family, and with a user's family whose latents are videos."""
 
+import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,10 +10,14 @@ import pytest
 import torch
 
 from async_flowrl.algorithms import sde
+from async_flowrl.cli import export
+from async_flowrl.config.compose import read_config
+from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.lora_file import FILE_NAME, read
-from async_flowrl.policies.registry import load_policy, resolve_model
+from async_flowrl.policies.registry import folder_of, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.trained_file import apply
 from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
@@ -161,3 +167,77 @@ def test_log_probs_of_videos_are_means_over_every_element(tmp_path: Path) -> Non
             found.append((following.reshape(2, -1), sde.log_prob(following, transition, kind)))
         assert torch.equal(found[0][0], found[1][0])
         assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
+
+
+def settings(family: str) -> list[str]:
+    guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
+    return ["model.weights=random", f"model.tiny.family={family}", "model.tiny.layers=2", "total_steps=2", *guidance]
+
+
+@pytest.mark.parametrize(
+    "family", [name if name == "qwen_image" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_rollout_and_trainer_draw_the_same_weights(family: str, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "one_step_off", *settings(family))
+    assert run.column("log_prob_gap")[0] < 1e-6
+    assert len(set(run.digests)) == 3
+
+
+@pytest.mark.parametrize("name", list(architectures()))
+def test_a_published_model_needs_no_files_for_its_shapes(name: str) -> None:
+    model = resolve_model(ModelConfig(path=name, weights="random"))
+    assert (model.family, model.dtype) == (architectures()[name].family, architectures()[name].dtype)
+    shapes = shapes_of(model, (5, 512, 512) if model.family == "wan_image" else 512)  # It makes no single frame.
+    assert len(shapes.latents) in (2, 3, 4)
+    assert not list(Path(model.path).rglob("*.safetensors"))
+    shutil.rmtree(model.path)  # as on another node
+    assert (folder_of(model, "structure") / "transformer" / "config.json").is_file()
+
+
+NF4 = ("model.quantize=nf4", "model.quantize_text_encoder=int8", "total_steps=3")
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("separate"), "one_step_off", *NF4)
+
+
+def test_placements_workers_and_a_resume_make_the_same_weights(separate: Run, tmp_path: Path) -> None:
+    shared = train(tmp_path / "shared", "one_step_off", *NF4, "placement=shared", "total_steps=2")
+    assert shared.summary["placement"] == "shared"
+    gaps = shared.column("log_prob_gap")
+    resumed = train(
+        tmp_path / "shared", "one_step_off", *NF4, "rollout.num_workers=2", "rollout.text_encoder=cached", "resume=auto"
+    )
+    assert resumed.digest == separate.digest and len(set(separate.digests)) == 4
+    assert gaps == separate.column("log_prob_gap")[:2] and gaps[0] < 1e-6
+    plain = train(tmp_path / "plain", "one_step_off", "total_steps=2")
+    assert plain.digests[1] != separate.digests[1]
+
+
+def test_what_is_exported_is_for_the_model_in_its_files(separate: Run, tmp_path: Path) -> None:
+    assert export.main([str(separate.root), str(tmp_path / "out"), "--merged"]) == 0
+    assert "quantised to nf4" in (tmp_path / "out" / "README.md").read_text()
+    base, merged = (
+        StoredWeights(path, dtype=torch.float32) for path in (plain_folder(separate), str(tmp_path / "out" / "merged"))
+    )
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert base.keys() == merged.keys() and changed
+    assert all(".weight" in name and "transformer_blocks" in name for name in changed)
+    assert max(float((base[name] - merged[name]).abs().max()) for name in changed) < 0.1
+
+
+def plain_folder(run: Run) -> str:
+    return resolve_model(read_config(run.root / "config.yaml").model).path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "stored"), zip(NAMES, itertools.cycle(("int8", "fp8", "int4"))))
+def test_every_family_and_format(family: str, stored: str, tmp_path: Path) -> None:
+    guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
+    model = (f"model.tiny.family={family}", "model.tiny.layers=2", f"model.quantize={stored}")
+    settings = [*model, "total_steps=2", *guidance]
+    separate = train(tmp_path / "separate", "one_step_off", *settings)
+    shared = train(tmp_path / "shared", "one_step_off", *settings, "placement=shared")
+    assert separate.digests == shared.digests and len(set(separate.digests)) == 3
+    assert separate.column("log_prob_gap")[0] < 1e-6

@@ -1,14 +1,33 @@
 """Tests of reports in a real browser: no request to other hosts, no logged error, fitting layout, keyboard use."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 
 from async_flowrl.cli.report import main as report
 from tests.integration.runs import Run, train
-from tests.support.chromium import NONE, chromium
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+NONE = "no Chromium that starts on this machine: apt-get install chromium"
+
+
+@cache
+def chromium() -> str | None:
+    """Returns the path of a Chromium that starts; None without one, also if Ubuntu's placeholder asks for snap."""
+    return next((path for path in map(shutil.which, NAMES) if path is not None and starts(path)), None)
+
+
+def starts(path: str) -> bool:
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, timeout=120, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = chromium()

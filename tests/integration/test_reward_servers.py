@@ -8,19 +8,24 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
+from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.config import exit_codes
+from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.types import Prompt
 from tests.integration.dying_color import COUNT_FILE
 from tests.integration.left_behind import left_behind, running, wait_for_none
-from tests.integration.runs import LIMIT, Run, finish, lines, start, train, wait_until
+from tests.integration.runs import LIMIT, ROOT, Run, finish, lines, start, train, wait_until
 from tests.support.forked import python
+from tests.support.tiny import adapted_policy, save_lora
 
 SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"
 DYING = "~reward '+reward={terms: {x: {name: tests.integration.dying_color:dying_color}}}'"
@@ -143,3 +148,109 @@ def test_on_ray(tmp_path: Path, local: Run) -> None:
 def paths() -> dict[str, str]:
     """The server finds the tests' rewards."""
     return {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+QUICK = ("total_steps=2", "reward.backoff=0.05", "reward.retries=3")
+
+
+def term(function: str, *, timeout: float = 100.0, required: bool = True, **serve: object) -> str:
+    """A term with a server that scores by a function of these tests, in Hydra's grammar: keys without quotes."""
+    reward = f"'+reward={{terms: {{x: {{name: tests.integration.{function}}}}}}}'"
+    command = f"async-flowrl serve-rewards --port {{port}} --token-file {{token_file}} ~reward {reward}"
+    settings = {"command": command, "start_seconds": LIMIT, "environment": {"PYTHONPATH": str(ROOT)}, **serve}
+    whole = {"name": "http", "required": required, "options": {"timeout": timeout, "retries": 1}, "serve": settings}
+    return re.sub(r'"(\w+)": ', r"\1: ", json.dumps(whole))
+
+
+def faults(run: Run, kind: str) -> list[str]:
+    """Messages of the faults of a kind."""
+    return [event["message"] for event in run.events if event["event"] == "fault" and event["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same run with the reward in its own workers."""
+    return train(tmp_path_factory.mktemp("plain"), "one_step_off", *QUICK)
+
+
+@pytest.fixture
+def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the number of calls that go wrong."""
+    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "turns"))
+    return tmp_path / "turns"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_held_out_reward_whose_server_is_lost(turns: Path, tmp_path: Path, plain: Run) -> None:
+    turns.write_text("99")
+    held_out = f"+evaluate.reward.terms.lost={term('dying_color:dying_color', restarts=0)}"
+    run = train(tmp_path / "run", "one_step_off", *QUICK, "evaluate.every=1", held_out, code=exit_codes.INCOMPLETE)
+    assert run.digest == plain.digest
+    lost, *evaluations = run.summary["failed"]
+    assert lost.startswith("lost has no scores from here on: the server server/lost-0") and "serve.restarts=0" in lost
+    assert len(evaluations) == 2 and all("held-out lost has no score for 2 of 2 prompts" in e for e in evaluations)
+    assert run.summary["faults"]["ServerLost"] == 1
+    assert len(faults(run, "ServerDied")) == 1, "nobody asks for a server that is gone"
+    assert not left_behind(tmp_path)
+
+
+def test_a_run_goes_on_without_an_optional_reward_whose_server_is_lost(turns: Path, tmp_path: Path, plain: Run) -> None:
+    """Groups are trained on the other terms' sum, counted and written down, as with any failure of such a term."""
+    turns.write_text("99")
+    optional = f"+reward.terms.lost={term('dying_color:dying_color', restarts=0, required=False)}"
+    run = train(tmp_path / "run", "one_step_off", *QUICK, optional, code=exit_codes.INCOMPLETE)
+    assert run.digest == plain.digest
+    lost, evaluation = run.summary["failed"]
+    assert "lost has no scores from here on" in lost and "the term lost, which is not required" in evaluation
+    assert sum(run.column("reward/lost/failures")) == len([e for e in run.events if e["event"] == "unscored"]) > 2
+
+
+def test_a_server_that_hangs_is_started_again(turns: Path, tmp_path: Path, plain: Run) -> None:
+    turns.write_text("1")
+    served = f"+reward.terms.color={term('dying_color:stopped_color', timeout=5.0, hung_seconds=1.5)}"
+    run = train(tmp_path / "run", "one_step_off", *QUICK, "~reward.terms.color", served)
+    assert run.digest == plain.digest
+    (died,) = faults(run, "ServerDied")
+    assert re.match("it hung: .*/health did not answer 200 for", died) and "logs/server/color-0.log" in died
+    assert not left_behind(tmp_path)
+
+
+def run_directory(folder: Path, command: str, **serve: object) -> Path:
+    """A run that has ended, with the color reward in its own process (`color`) and behind a server (`served`)."""
+    config = Config()
+    config.model.dtype = "float32"
+    config.reward.backoff = 0.1
+    config.reward.terms = {"color": RewardTerm()}
+    server = ServeConfig(command=command, environment={"PYTHONPATH": str(ROOT)}, start_seconds=LIMIT, **serve)  # type: ignore[arg-type]
+    config.evaluate.reward.terms = {"served": RewardTerm(name="http", serve=server)}
+    config.evaluate.images_per_prompt = 2
+    prompts = folder / "prompts.txt"
+    prompts.write_text("red red red red\nblue blue blue blue\n")
+    config.data.train = str(prompts)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    save_lora(folder / "lora", adapted_policy(config=config.lora).transformer, alpha=config.lora.alpha)
+    return folder
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where what servers write is kept."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def test_a_served_reward_is_evaluated_by_its_server(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which dies once on the way."""
+    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
+    (tmp_path / "deaths").write_text("1")
+    run = run_directory(tmp_path, f"{SERVE} {DYING}", replicas=2)
+    assert evaluating([str(run), "--out", str(tmp_path / "out")]) == exit_codes.OK
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rewards"]
+    assert found["served"]["scores"] == found["color"]["scores"] and found["served"]["kind"] == "held_out"
+    assert (tmp_path / "deaths").read_text() == "0"
+    assert not left_behind(temporary) and not list(temporary.glob("async-flowrl*"))

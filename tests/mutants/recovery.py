@@ -20,7 +20,7 @@ LIMITS = "async_flowrl.config.schema:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
 RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_resume", "tests.unit.test_checkpoints"
 REWARDS, KEPT = "tests.unit.test_reward_faults", "tests.unit.training.test_kept_state"
-STATES = "tests.unit.test_kept_states"
+STATES = "tests.unit.test_recovery"
 
 
 def forgotten(lost_worker: Any) -> Any:
@@ -83,7 +83,7 @@ WORKER_FAULTS = (
     Mutant(
         "a lost payload is not made again",
         {f"{HANDED}:make_again": nothing},
-        "tests.unit.test_lost_payloads:test_a_lost_payload_is_made_again",
+        "tests.unit.test_faults:test_a_lost_payload_is_made_again",
         arguments={"what": "lose-trajectory", "state": "HANDED", "k": 1, "hand_over": "batch"},
         raises=HANGS,
     ),
@@ -238,7 +238,7 @@ ATTEMPT_FAULTS = (
     Mutant(
         "an evaluation ends with its attempt",
         {f"{AFTER_STEP}._unevaluated": only_before_training},
-        "tests.unit.test_unfinished_evaluations:test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next",
+        "tests.unit.test_evaluations_beside_training:test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next",
         arguments={"k": 0, "number": 3},
     ),
 )

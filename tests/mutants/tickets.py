@@ -13,8 +13,8 @@ DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller
 HANDED = "async_flowrl.controller.training_groups"
 SCORING = "async_flowrl.controller.scoring"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
-LOOP, HAND_OVER = "tests.unit.test_loop", "tests.unit.test_hand_over"
-FAULTS, TABLE, REFUSALS = "tests.unit.test_faults", "tests.unit.test_tickets", "tests.unit.test_ticket_doors"
+LOOP, HAND_OVER = "tests.unit.test_loop", "tests.unit.test_optimizer_steps"
+FAULTS, TABLE, REFUSALS = "tests.unit.test_faults", "tests.unit.test_tickets", "tests.unit.test_tickets"
 STALE = {"mode": "one_step_off"}
 HANGS = ("Deadlock", "HorizonReached", "Stalled")
 

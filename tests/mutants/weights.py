@@ -16,7 +16,7 @@ WORKER, WEIGHTS = (
     "async_flowrl.controller.weights:PublishedWeights",
 )
 LABEL = "tests.unit.rollout.test_worker:test_a_ticket_is_made_with_one_version_and_labelled_with_it"
-DELIVERIES = "tests.unit.rollout.test_deliveries"
+DELIVERIES = "tests.unit.rollout.test_worker"
 ARRIVES = f"{DELIVERIES}:test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none"
 BROADCAST = "checkpoint_engine.collective_delivery:CollectiveBroadcast"
 FALL_BACKS = "tests.unit.checkpoint_engine.test_engine_fallbacks"

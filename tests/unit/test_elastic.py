@@ -1,16 +1,48 @@
 """Tests of a rollout pool that grows and shrinks: the weights are those of a pool of fixed size."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.pool_size import PoolTooSmall
 from async_flowrl.tickets.table import State
-from tests.support.toy import virtual
-from tests.support.toy_pool import ListObserver, Timing
-from tests.unit.elastic_runs import Pools, elastic_config, growth_of, run_while
+from checkpoint_engine import WeightsMismatch
+from tests.support.run_checks import check_bound, check_once, check_watermarks
+from tests.support.toy import Disturbance, ToyRun, calm_run, toy_config, virtual
+from tests.support.toy_growth import ToyGrowth
+from tests.support.toy_pool import ListObserver, Timing, ToyPool, no_fault
+from tests.support.toy_rollout import ToyRollout
+
+STEPS = 6
+
+Pools = Mapping[str, ToyPool]
+
+
+def elastic_config(k: int = 1, *, least: int = 1, most: int = 4, **changes: Any) -> Config:
+    bounds = {"rollout__min_workers": least, "rollout__max_workers": most}
+    return toy_config(k, steps=STEPS, **{"rollout__num_workers": 2, **bounds, **changes})
+
+
+def growth_of(pools: Pools) -> ToyGrowth:
+    growth = pools["rollout"].growth
+    assert isinstance(growth, ToyGrowth)
+    return growth
+
+
+def run_while(disturb: Disturbance, config: Config | None = None, timing: Timing | None = None) -> ToyRun:
+    """A run to which something happens; its weights are those of a pool of two that nothing happens to."""
+    config = config or elastic_config()
+    found = virtual(config, timing, no_fault, disturb=disturb)
+    k = config.max_staleness
+    assert found.digest == calm_run(toy_config(k, steps=STEPS)).digest
+    check_bound(found, k)
+    check_once(found)
+    check_watermarks(found)
+    return found
 
 
 def of(ctx: Context, event: str, **match: Any) -> list[dict[str, Any]]:
@@ -97,3 +129,21 @@ def test_too_few_workers_for_too_long_end_the_run_by_name() -> None:
     slow = Timing(generate=20.0)
     with pytest.raises(PoolTooSmall, match=r"1 rollout worker for 60 s, and rollout.min_workers=2: go on with resume"):
         virtual(elastic_config(least=2), slow, disturb=drain_one)
+
+
+def test_a_newcomer_with_other_modules_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    prove = ToyRollout.prove
+    observer = ListObserver()
+
+    def other(self: ToyRollout, version: int) -> Any:
+        proof = prove(self, version)
+        return {name: value + 1 for name, value in proof.items()} if self.name == "rollout-2" else proof
+
+    async def arrive(ctx: Context, pools: Pools) -> None:
+        await asyncio.sleep(1.0)
+        growth_of(pools).arrive()
+
+    monkeypatch.setattr(ToyRollout, "prove", other)
+    with pytest.raises(WeightsMismatch, match="rollout-2"):
+        virtual(elastic_config(), Timing(generate=3.0), disturb=arrive, observer=observer)
+    assert not observer.of("ticket", worker="rollout-2", state="RUNNING")

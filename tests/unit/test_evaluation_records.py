@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from async_flowrl.config.schema import Config, HeldOutConfig, RewardTerm
+from async_flowrl.config.schema import Config, EvaluateConfig, HeldOutConfig, RewardConfig, RewardTerm, SaveConfig
 from async_flowrl.controller.evaluation import EvaluationRecords, EvaluationResult
 from async_flowrl.observability.evaluations import EvaluationLog
 from async_flowrl.observability.images import LINE_HEIGHT
@@ -21,7 +21,20 @@ from async_flowrl.training.checkpoint import Checkpoint, checkpoint_step, write_
 from async_flowrl.types import Failure, Prompt, Sampling, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import no_fault
-from tests.unit.recorded_evaluations import config_of
+
+
+def config_of(on_hacking: str = "warn", best: str | None = None) -> Config:
+    return Config(
+        total_steps=40,
+        reward=RewardConfig(terms={"size": RewardTerm(name="jpeg_compressibility")}),
+        evaluate=EvaluateConfig(
+            every=10,
+            on_hacking=on_hacking,
+            reward=HeldOutConfig(terms={"ocr": RewardTerm(), "blue": RewardTerm(weight=0)}),
+        ),
+        save=SaveConfig(best=best),
+    )
+
 
 PROMPTS, IMAGES = 12, 2
 

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.config.schema import Config
 from async_flowrl.controller import dispatch, scoring
 from async_flowrl.controller.context import Context
 from async_flowrl.controller.dispatch import TicketLost
-from async_flowrl.controller.endpoints import SenderLate
+from async_flowrl.controller.endpoints import SenderFailed, SenderLate
 from checkpoint_engine import WeightsMismatch
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.support.run_checks import STEPS
-from tests.support.toy import toy_config, virtual
-from tests.support.toy_pool import ListObserver, Timing, ToyPool, once
+from tests.support.run_checks import STEPS, check_bound
+from tests.support.toy import calm_run, toy_config, virtual
+from tests.support.toy_growth import ToyGrowth
+from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, no_fault, once
 from tests.support.toy_rollout import ToyRollout
 from tests.unit.faulty_runs import calm, check_recovered, disturbed
 
@@ -132,3 +134,117 @@ def test_a_trainer_that_fails_ends_the_run_by_name(method: str, what: str) -> No
         "hang": "deadline",
     }
     assert named[what] in str(error.value)
+
+
+Pools = Mapping[str, ToyPool]
+
+
+async def worker_dies(ctx: Context, pools: Pools) -> None:
+    await asyncio.sleep(7.3)
+    pools["rollout"].workers[0].kill()
+
+
+async def worker_comes(ctx: Context, pools: Pools) -> None:
+    await asyncio.sleep(7.3)
+    growth: Any = pools["rollout"].growth
+    assert isinstance(growth, ToyGrowth)
+    growth.arrive()
+
+
+def one_worker(*, elastic: bool) -> Config:
+    bounds = {"rollout__min_workers": 1, "rollout__max_workers": 4} if elastic else {}
+    return toy_config(0, steps=STEPS, **{"rollout__num_workers": 1, **bounds})
+
+
+def blamed(
+    config: Config,
+    disturb: Any,
+    fault: Fault = no_fault,
+    error: type[Exception] = WorkerDied,
+    match: str = "trainer-0 died",
+) -> list[str]:
+    """Runs a job that its only trainer rank must end with this error; returns the rollout workers with a fault."""
+    observer = ListObserver()
+    with pytest.raises(error, match=match):
+        virtual(config, Timing(generate=20.0), fault, disturb=disturb, observer=observer)
+    return [event["worker"] for event in observer.of("fault")]
+
+
+def test_a_rank_that_dies_before_a_new_worker_gets_its_versions_is_blamed() -> None:
+    """The rank is idle, because images take long: nothing else notices its death."""
+
+    async def both_die(ctx: Context, pools: Pools) -> None:
+        await worker_dies(ctx, pools)
+        while not any(worker.name == "rollout-0.1" for worker in pools["rollout"].workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        pools["trainer"].workers[0].kill()
+
+    assert blamed(one_worker(elastic=False), both_die) == ["rollout-0"], "its replacement is not to blame"
+
+
+@pytest.mark.parametrize(
+    ("comes", "elastic"), [(False, False), (False, True), (True, True)], ids=["fixed", "replacement", "newcomer"]
+)
+@pytest.mark.parametrize(
+    ("what", "error", "match"),
+    [
+        ("raise", SenderFailed, r"trainer-0\.sender\.policy\.payload raised RuntimeError: injected"),
+        ("hang", SenderLate, r"trainer-0 has not answered sender\.policy\.payload within the deadline of 30 s"),
+    ],
+)
+def test_a_rank_that_cannot_send_a_version_to_a_new_worker_is_blamed(
+    what: str, error: type[Exception], match: str, *, comes: bool, elastic: bool
+) -> None:
+    """Its third payload: the first two are the proof weights and version 0, which the worker that is there has got."""
+    fault, disturb = once("trainer-0", "payload", 3, what), worker_comes if comes else worker_dies
+    assert blamed(one_worker(elastic=elastic), disturb, fault, error, match) == ([] if comes else ["rollout-0"])
+
+
+@pytest.mark.parametrize(
+    ("what", "state", "k", "hand_over"),
+    [
+        ("lose-images", "SCORING", 0, "batch"),
+        ("lose-images", "SCORING", 1, "stream"),
+        ("lose-images", "SCORING", 3, "batch"),
+        ("lose-trajectory", "HANDED", 0, "stream"),
+        ("lose-trajectory", "HANDED", 1, "batch"),
+        ("lose-trajectory", "HANDED", 3, "stream"),
+    ],
+)
+def test_a_lost_payload_is_made_again(what: str, state: str, k: int, hand_over: str) -> None:
+    found = disturbed(once("rollout-0", "generate", 3, what), k, hand_over=hand_over)
+    check_recovered(found, k)
+    ordinal = next(e["ordinal"] for e in found.tickets("PENDING") if e["attempt"] == 1)
+    history = [e["state"] for e in found.observer.of("ticket", kind="train", ordinal=ordinal)]
+    assert history[history.index(state, 1) + 1] == "PENDING"
+    assert history.count("RUNNING") == 2
+    assert found.observer.of("fault")[0]["kind"] == "RefLost"
+
+
+@pytest.mark.parametrize(("k", "ranks"), [(0, 1), (1, 2), (3, 1), (3, 2)])
+def test_a_trajectory_lost_before_the_proximal_predictions_is_made_again(k: int, ranks: int) -> None:
+    """With several updates per batch the trainer looks at the later groups first, before its first update."""
+    changes = {"trainer__updates_per_batch": 2, "trainer__num_workers": ranks, "rollout__num_workers": 1}
+    found = disturbed(once("rollout-0", "generate", 7, "lose-trajectory"), k, **changes)
+    (fault,) = found.observer.of("fault", kind="RefLost")
+    history = [e["state"] for e in found.observer.of("ticket", kind="train", ordinal=6)]
+    assert history.count("RUNNING") == 2 and history[history.index("HANDED") + 1] == "PENDING"
+    others = [e["state"] for e in found.observer.of("ticket", kind="train", step=1) if e["time"] <= fault["time"]]
+    assert others.count("HANDED") == 4 and "TRAINED" not in others
+    trainers = found.groups["trainer"].workers
+    trained = sorted(each for worker in trainers for each in worker.target.trained)
+    assert [group for step, group, _ in trained if step == 1] == [0, 1, 2, 3] and len(trained) == 4 * STEPS
+    assert sum(worker.calls["proximal"] for worker in trainers) == 2 * STEPS + 1
+    check_bound(found, k)
+    assert found.digest == calm(k, trainer__updates_per_batch=2).digest != calm(k).digest
+
+
+@pytest.mark.parametrize(("seed", "number"), [(2, 6), (3, 4), (5, 3), (8, 3)])
+def test_a_trajectory_is_made_again_while_another_trainer_rank_comes_to_its_group(seed: int, number: int) -> None:
+    """So few groups that ranks share them, and delays that let a rank come to a group while it has no payloads."""
+    changes = {"ticket_size": 1, "trainer__micro_batch_size": 2, "trainer__num_workers": 2, "prompts_per_step": 2}
+    config = toy_config(1, hand_over="stream", steps=3, **changes)
+    timing = Timing(seed=seed, spread=0.9, update=2.0, slow={"trainer-1": 2.0})
+    found = virtual(config, timing, once("rollout-0", "generate", number, "lose-trajectory"))
+    assert found.observer.of("fault", kind="RefLost")
+    assert found.digest == calm_run(config).digest

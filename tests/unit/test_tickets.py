@@ -6,8 +6,49 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_flowrl.tickets.table import Refused, State, TicketTable
-from tests.unit.ticket_tables import digest, finish_step, opened, publish, run_ticket, started, table
+from async_flowrl.tickets.table import Refused, Shape, State, Ticket, TicketTable
+
+
+def digest(version: int) -> str:
+    return f"digest-{version}"
+
+
+def table(k: int = 1, steps: int = 4, groups: int = 2, parts: int = 1) -> TicketTable:
+    return TicketTable(Shape(parts, groups, steps, k))
+
+
+def opened(k: int = 1, steps: int = 4, groups: int = 2) -> TicketTable:
+    """A table whose worker "w" holds version 0."""
+    t = table(k, steps, groups)
+    t.join("w")
+    publish(t, 0, "w")
+    return t
+
+
+def started(t: TicketTable, worker: str) -> Ticket:
+    ticket = t.next_for(worker)
+    assert ticket is not None
+    t.start(ticket, worker)
+    return ticket
+
+
+def run_ticket(t: TicketTable, worker: str) -> Ticket:
+    ticket = started(t, worker)
+    assert t.generated(ticket, version=ticket.version, digest=digest(ticket.version), payload=ticket.ordinal)
+    return ticket
+
+
+def publish(t: TicketTable, version: int, *workers: str) -> None:
+    t.publish(version, digest(version))
+    for worker in workers:
+        t.acknowledge(worker, version, digest(version))
+
+
+def finish_step(t: TicketTable, step: int) -> None:
+    for group in range(t.shape.groups_per_step):
+        t.scored(t.group(step, group), scores=(1.0,))
+        t.hand_over(step, group)
+    t.close_step(step)
 
 
 def test_nothing_runs_before_the_worker_has_acknowledged_the_version() -> None:
@@ -188,3 +229,76 @@ class Chaos:
         t.close_step(step)
         self.latest = step + 1
         t.publish(self.latest, digest(self.latest))
+
+
+def test_a_result_with_another_label_is_refused() -> None:
+    t = opened()
+    ticket = started(t, "w")
+    with pytest.raises(Refused, match="labelled version 1"):
+        t.generated(ticket, version=1, digest=digest(1), payload=None)
+
+
+def test_a_result_made_with_other_weights_is_refused() -> None:
+    t = opened()
+    ticket = started(t, "w")
+    with pytest.raises(Refused, match="was made with weights earlier-attempt"):
+        t.generated(ticket, version=0, digest="earlier-attempt", payload=None)
+
+
+@pytest.mark.parametrize("published", ["of another attempt", None])
+def test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door(published: str | None) -> None:
+    """It was accepted, and then its version turned out to be another one."""
+    t = opened()
+    for _ in range(2):
+        run_ticket(t, "w")
+    t.scored(t.group(0, 0), (1.0,))
+    t.published.clear()
+    if published is not None:
+        t.publish(0, published)
+    with pytest.raises(Refused, match="made with weights digest-0, which this run did not publish as version 0"):
+        t.hand_over(0, 0)
+
+
+def test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door() -> None:
+    t = opened()
+    ticket = run_ticket(t, "w")
+    t.scored(t.group(0, 0), (1.0,))
+    for version in (-2, 1):
+        ticket.version = version
+        with pytest.raises(Refused, match=f"is {-version} versions old; the bound is 1"):
+            t.hand_over(0, 0)
+
+
+def test_an_evaluation_made_with_other_weights_is_refused() -> None:
+    t = opened()
+    t.acknowledge("w", 0, digest(0), evaluation=True)
+    (ticket,) = t.issue_evaluation(version=0, step=0, groups=1)
+    t.start(ticket, "w")
+    with pytest.raises(Refused, match="was made with weights earlier-attempt"):
+        t.generated(ticket, version=0, digest="earlier-attempt", payload=None)
+
+
+def test_an_acknowledgement_of_other_bytes_is_refused() -> None:
+    t = table()
+    t.join("w")
+    t.publish(0, digest(0))
+    with pytest.raises(Refused, match="acknowledged version 0"):
+        t.acknowledge("w", 0, "something else")
+
+
+def test_steps_are_handed_over_in_order_only() -> None:
+    t = opened(k=1)
+    for _ in range(4):
+        run_ticket(t, "w")
+    t.scored(t.group(1, 0), (1.0,))
+    with pytest.raises(Refused, match="step 0 is due"):
+        t.hand_over(1, 0)
+
+
+def test_a_step_is_closed_only_when_all_of_it_was_handed_over() -> None:
+    t = opened()
+    run_ticket(t, "w")
+    t.scored(t.group(0, 0), (1.0,))
+    t.hand_over(0, 0)
+    with pytest.raises(Refused, match="cannot be closed"):
+        t.close_step(0)

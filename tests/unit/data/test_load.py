@@ -1,14 +1,22 @@
 """Tests of loading prompts by a configuration: folders, weights, digests, and prompts that are refused."""
 
+import json
+import os
+import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from async_flowrl.data.prompts import MAX_CHARACTERS, PromptError, digest
-from async_flowrl.data.store import digest_of
+from async_flowrl.data.load import held_out, held_out_by_default
+from async_flowrl.data.prompts import MAX_CHARACTERS, PromptError, digest, text_key
+from async_flowrl.data.store import digest_of, shared_texts
 from async_flowrl.types import Prompt
 from tests.unit.data.prompt_files import lines, load, rows, texts
 
@@ -124,3 +132,132 @@ def test_lines_are_counted_as_editors_do(tmp_path: Path) -> None:
     assert [train.where(index).rpartition(":")[2] for index in range(3)] == ["1", "5", "6"]
     assert train.duplicates == 0
     assert load(lines(tmp_path / "twice.txt", "a", "b", "a", "a")).train.duplicates == 2
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Every file counts as large, so that its rows stay on disk; the folder of temporary files."""
+    monkeypatch.setattr("async_flowrl.data.rows.IN_MEMORY_BYTES", 0)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+SOME: list[dict[str, Any]] = [{"prompt": f"ein schöner Prompt {i}", "tag": {"n": [i]}, "w": i % 3} for i in range(200)]
+
+
+def some(folder: Path, kind: str) -> Path:
+    """A file with some prompts; lines with blank ones between them, a byte order mark, and no line end at the end."""
+    path = folder / f"some.{kind}"
+    if kind == "parquet":
+        with_picture = [{**row, "picture": b"..."} for row in SOME]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(with_picture), path, row_group_size=64)
+        return path
+    written = [row["prompt"] if kind == "txt" else json.dumps(row) for row in SOME]
+    path.write_text("\ufeff" + written[0] + "\r\n \n" + "\n".join(written[1:]), encoding="utf-8", newline="")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_a_large_file_is_the_same_prompts(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    path, settings = some(tmp_path, kind), {"held_out": 0.2, **({} if kind == "txt" else {"weight_key": "w"})}
+    small = load(path, **settings)
+    temporary = request.getfixturevalue("on_disk")
+    large = load(path, **settings)
+    assert (large.train.digest, large.evaluation.digest) == (small.train.digest, small.evaluation.digest)
+    assert [large.train[i] for i in range(len(large.train))] == list(small.train) == list(large.train)
+    assert [large.train.where(i) for i in (0, -1)] == [small.train.where(i) for i in (0, -1)]
+    assert large.train.rows.left_out == (("picture",) if kind == "parquet" else ())
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_large_file_that_changes_under_a_run_is_noticed(kind: str, tmp_path: Path, on_disk: Path) -> None:
+    path = some(tmp_path, kind)
+    prompts = load(path, held_out=0).train
+    last, before = len(prompts) - 1, path.read_bytes()
+    expected = prompts[last]
+    path.replace(tmp_path / "moved")
+    path.write_text("another file\n")
+    assert prompts[last - 1].text == SOME[last - 1]["prompt"]
+    assert [prompt.text for prompt in prompts] == [row["prompt"] for row in SOME]
+    with (tmp_path / "moved").open("r+b") as file:
+        file.write(before.replace(b"Prompt 1", b"Prompt 2"))
+    assert prompts[last] == expected, "it is still in the cache"
+    with pytest.raises(PromptError, match=rf"some\.{kind}:199: this prompt has changed since the start; restore the"):
+        prompts[last - 2]
+    assert prompts[20].text == SOME[20]["prompt"], "this one has not changed"
+    with pytest.raises(PromptError, match=rf"some\.{kind}:3: this prompt has changed since the start"):
+        list(prompts)
+    os.truncate(tmp_path / "moved", 40)
+    with pytest.raises(PromptError, match="has changed since the start"):
+        prompts[21]
+
+
+def test_a_million_prompts_are_a_sequence_in_little_memory(tmp_path: Path) -> None:
+    """Here 20,000: beside its text a prompt takes tens of bytes; as an object it would take ten times that."""
+    count, text = 20_000, "a photo of a cat on a mat " * 3
+    path = lines(tmp_path / "many.txt", *(f"{text}{i}" for i in range(count)))
+    load(lines(tmp_path / "few.txt", "warm-up"))
+    tracemalloc.start()
+    data = load(path, held_out=0.1)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held - path.stat().st_size < 100 * count
+    train = data.train
+    assert isinstance(train[5], Prompt) and train[-1] == train[len(train) - 1] and train[2:4] == [train[2], train[3]]
+    with pytest.raises(IndexError):
+        train[len(train)]
+    assert sorted(texts(train) + texts(data.evaluation), key=lambda t: int(t.split()[-1])) == [
+        f"{text}{i}" for i in range(count)
+    ]
+
+
+def test_a_file_of_64_prompts_holds_out_8_and_a_smaller_one_none(tmp_path: Path) -> None:
+    small = load(lines(tmp_path / "small.txt", *(f"prompt {i}" for i in range(63)), "prompt 0"))
+    assert len(small.train) == 64 and small.evaluation is small.train and "none are held out" in small.chosen
+    large = load(lines(tmp_path / "large.txt", *(f"prompt {i}" for i in range(64))))
+    assert (len(large.train), len(large.evaluation)) == (56, 8)
+    assert shared_texts(large.evaluation, large.train) == 0
+    larger = load(lines(tmp_path / "larger.txt", *(f"prompt {i}" for i in range(500))))
+    assert (len(larger.train), len(larger.evaluation)) == (484, 16)
+    whole = load(tmp_path / "larger.txt", held_out=0)
+    assert len(whole.train) == len(whole.evaluation) == 500
+    assert [prompt.index for prompt in larger.train] == list(range(484))
+
+
+def test_a_test_file_of_its_own_is_used_and_nothing_is_held_out(tmp_path: Path) -> None:
+    train = lines(tmp_path / "train.txt", *(f"prompt {i}" for i in range(100)))
+    test = lines(tmp_path / "test.txt", "prompt 3", "another")
+    data = load(train, evaluation=str(test))
+    assert len(data.train) == 100 and texts(data.evaluation) == ["prompt 3", "another"]
+    assert shared_texts(data.evaluation, data.train) == 1
+    with pytest.raises(PromptError, match=r"data\.held_out=0\.1 takes .* but data\.evaluation=.* gives them, too"):
+        load(train, evaluation=str(test), held_out=0.1)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=400), st.floats(0, 0.9), st.integers(0, 3))
+def test_the_text_decides_alone(numbers: list[int], share: float, seed: int) -> None:
+    """So duplicates are on one side, and what a file had before it grew stays on its side."""
+    keys = np.array([text_key(Prompt(number, f"prompt {number}")) for number in numbers], np.uint64)
+    out = held_out(keys, share, seed)
+    side = dict(zip(numbers, out.tolist(), strict=True))
+    assert [side[number] for number in numbers] == out.tolist()
+    assert held_out(keys[: len(keys) // 2], share, seed).tolist() == out[: len(keys) // 2].tolist()
+    chosen = held_out_by_default(keys, seed)
+    assert (chosen is None) == (len(side) < 64)
+    if chosen is not None:
+        assert len({number for number, is_out in zip(numbers, chosen.tolist(), strict=True) if is_out}) == min(
+            16, len(side) // 8
+        )
+
+
+def test_share_and_seed(tmp_path: Path) -> None:
+    path = lines(tmp_path / "train.txt", *(f"prompt {i}" for i in range(2000)))
+    tenth, other = load(path, held_out=0.1), load(path, held_out=0.1, held_out_seed=1)
+    assert 150 < len(tenth.evaluation) < 250 and len(tenth.train) + len(tenth.evaluation) == 2000
+    assert 0 < shared_texts(tenth.evaluation, other.evaluation) < 60
+    with pytest.raises(PromptError, match=r"of the 1 prompts of .* leaves none to (evaluate|train on)"):
+        load(lines(tmp_path / "one.txt", "alone"), held_out=0.5)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from async_flowrl.cli.plan import main
 from async_flowrl.cli.plan_from_run import (
@@ -17,9 +18,23 @@ from async_flowrl.cli.plan_from_run import (
     splits,
 )
 from async_flowrl.config.schema import Config
-from tests.support.recorded import recorded
-from tests.support.toy import toy_config, virtual
+from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Timing
+
+
+def recorded(directory: Path, run: ToyRun, config: Any) -> Path:
+    """Writes config.yaml, events.jsonl and metrics.jsonl of the run into the new folder `directory` and returns it."""
+    directory.mkdir()
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    (directory / "events.jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in run.observer.events))
+    steps = run.observer.of("step")
+    lines = [
+        {"step": e["step"], "timing/step": e["ended"] - e["started"], **line}
+        for e, line in zip(steps, run.lines, strict=True)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
+
 
 GROUPS, STEPS = 4, 16
 

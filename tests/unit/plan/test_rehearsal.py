@@ -1,6 +1,7 @@
 """Tests of rehearsals on fake tensors: recipes at full size, tiny models of all families, and the memory accounting."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -10,10 +11,27 @@ from async_flowrl.cli import plan as planner
 from async_flowrl.cli.cards import CARDS
 from async_flowrl.cli.rehearse import Rehearsal, peak, rehearse
 from async_flowrl.config.compose import compose_config
+from async_flowrl.config.schema import Config
 from async_flowrl.memory.footprints import plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rank import RankRehearsal, rehearse_trainer
-from tests.unit.plan.rehearsed_runs import rehearsed, shallow, worker_alone
+from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
+
+
+def shallow(*overrides: str) -> Config:
+    """One layer unless more are given: on fake tensors every operation costs the same, however small its tensors."""
+    return compose_config("one_step_off", ["model.tiny.layers=1", *overrides])
+
+
+@cache
+def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
+    return rehearse(shallow(*overrides), CARDS[card])
+
+
+def worker_alone(*overrides: str) -> RolloutRehearsal:
+    config = shallow(*overrides)
+    return rehearse_rollout(config, FakeModel.of(config))
+
 
 RECIPES = {"qwen_image_ocr": 38.0, "sd35_ocr": 4.6, "flux_pickscore": 22.1}
 """Experiment → GiB of base weights, all of which a rank holds on an H100."""

@@ -1,16 +1,23 @@
 """Tests of `model.path`: accepted and refused values, and equal weights in every process."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
 
+from async_flowrl.config.hub import download
 from async_flowrl.config.schema import ModelConfig, TinyConfig
-from async_flowrl.policies.registry import load_policy, resolve_model, weights_of
+from async_flowrl.memory.rehearsal.model import architecture
+from async_flowrl.policies.registry import folder_of, load_policy, resolve_model, weights_of
+from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.tiny import build_tiny
+from tests.support.hub import COMMIT, serving, used_here
+from tests.support.ports import free_port
 from tests.support.tiny import tiny_policy
 from tests.support.video import build_video
 
@@ -91,3 +98,110 @@ def test_the_weights_of_a_family_of_ones_own_are_those_of_its_files(tmp_path: Pa
     model = resolve_model(ModelConfig(path=str(folder), family="tests.support.video:VideoFamily"))
     files = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {name: tensor.shape for name, tensor in weights_of(model).items()} == {n: t.shape for n, t in files.items()}
+
+
+NEVER = (
+    "transformer/diffusion_pytorch_model.fp16.safetensors",
+    "text_encoder/model.fp16-00001-of-00002.safetensors",
+    "text_encoder/pytorch_model.bin",
+    "transformer/code.py",
+    "everything_in_one.safetensors",
+)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The tiny model as a repository, beside files that no run needs."""
+    folder = tmp_path / "repository"
+    shutil.copytree(resolve_model(ModelConfig()).path, folder)
+    for name in NEVER:
+        (folder / name).write_bytes(b"not needed")
+    return folder
+
+
+def test_every_file_comes_once_and_models_are_loaded_without_asking_the_hub(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, brought = ("structure", "transformer", "all"), []
+    with serving({"stand/in": repository}) as hub:
+        used_here(monkeypatch, tmp_path / "cache", hub.address)
+        model = resolve_model(ModelConfig(path="stand/in"))
+        assert model.revision == COMMIT
+        for each in parts:
+            folder = download(model.path, model.revision, each)
+            brought.append(sum(file.is_file() for file in folder.rglob("*.safetensors")))
+        asked = list(hub.asked)
+        for each in parts:
+            load_policy(model, dtype="float32", device="cpu", parts=each)
+        weights = StoredWeights(model.path, dtype=torch.float32, revision=model.revision)
+        assert "x_embedder.weight" not in weights
+        assert hub.asked == asked, "while models were loaded"
+        DiffusionPipeline.download(model.path, revision=model.revision, use_safetensors=True)
+    assert brought == [0, 1, 3], "weights that structure, transformer and all have brought"
+    needed = {str(file.relative_to(repository)) for file in repository.rglob("*") if file.is_file()} - set(NEVER)
+    assert len(hub.asked) > len(asked)
+    assert hub.fetched() == dict.fromkeys(needed, 1), "diffusers, asked last, finds all of its files as well"
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nobody listens at the hub's address, and nothing may wait: huggingface_hub would, between its retries."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"it waits {seconds} s")
+
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    used_here(monkeypatch, tmp_path / "cache", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr("time.sleep", sleep)
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("parts", ["structure", "transformer"])
+def test_a_cached_model_is_loaded_without_the_hub(unreachable_hub: Path, parts: str) -> None:
+    stored = unreachable_hub / "models--stand--in"
+    snapshot = stored / "snapshots" / COMMIT
+    shutil.copytree(build_tiny(TinyConfig()), snapshot)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(COMMIT)
+    found = resolve_model(ModelConfig(path="stand/in"))
+    assert folder_of(found, parts) == snapshot
+    assert load_policy(found, dtype="float32", device="cpu", parts=parts).family == "qwen_image"
+
+
+FILE = "diffusion_pytorch_model.safetensors"
+
+
+def model_of(folder: Path, dtype: torch.dtype, *, kept: str = "", shards: int = 1) -> Path:
+    """A tiny model cast to `dtype`, but for the names that begin with `kept`; its files and their index."""
+    model = Path(shutil.copytree(build_tiny(TinyConfig()), folder / "model"))
+    weights = load_file(model / "transformer" / FILE)
+    cast = {n: t if kept and n.startswith(kept) else t.to(dtype) for n, t in weights.items()}
+    if shards == 1:
+        save_file(cast, model / "transformer" / FILE)
+        return model
+    (model / "transformer" / FILE).unlink()
+    files = {name: f"part-{place % shards}.safetensors" for place, name in enumerate(sorted(cast))}
+    for file in set(files.values()):
+        save_file({name: cast[name] for name in cast if files[name] == file}, model / "transformer" / file)
+    (model / "transformer" / f"{FILE}.index.json").write_text(json.dumps({"weight_map": files}))
+    return model
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_most_bytes_decide(tmp_path: Path, shards: int) -> None:
+    """Norms are often kept in float32."""
+    model = model_of(tmp_path, torch.bfloat16, kept="norm_out", shards=shards)
+    assert resolve_model(ModelConfig(path=str(model))).dtype == "bfloat16"
+
+
+def test_published_models_are_planned_in_what_their_files_hold() -> None:
+    from async_flowrl.config.schema import Config
+
+    config = Config()
+    for path, dtype in (("Qwen/Qwen-Image", "bfloat16"), ("Tongyi-MAI/Z-Image-Turbo", "float32")):
+        config.model.path = path
+        assert architecture(config)[1] == dtype
+    config.model.dtype = "bfloat16"
+    assert architecture(config)[1] == "bfloat16"

@@ -1,11 +1,13 @@
 """Tests of the rollout engine: repeatable, one seed per image, noise only in the window, exact replay."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from torch import Tensor
 
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.lora import lora_parameters
@@ -13,11 +15,11 @@ from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.base import Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.seeds import generator
-from async_flowrl.types import EVALUATION, Prompt
+from async_flowrl.seeds import derive, generator
+from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Sampling, Trajectory
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import RED, adapted_policy, request, sampling, token_ids
-from tests.unit.rollout.trajectories import trajectory_of
+from tests.support.tiny import RED, adapted_policy, randomise, request, sampling, tensors, token_ids
+from tests.unit.rollout.trajectories import replay, trajectory_of
 
 
 def same(one: Rollout, two: Rollout) -> bool:
@@ -123,3 +125,79 @@ def test_latents_that_are_not_finite_name_the_ticket_and_version() -> None:
     next(iter(lora_parameters(policy.transformer).values())).data.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match=r"ticket 0 .*policy version 2.*not finite"):
         DiffusersEngine(policy).generate([request(1)])
+
+
+@pytest.mark.parametrize(("kind", "cfg"), [("sde", 4.0), ("dance_sde", 1.0), ("cps", 4.0)])
+def test_the_trainer_replays_a_trajectory_exactly(policy: QwenImagePolicy, kind: str, cfg: float) -> None:
+    """With gradients on, in the sampler's shapes: ratio exactly 1. In other shapes: to float tolerance."""
+    how = sampling(cfg=cfg, sde_type=kind, noise_level=0.7)
+    found = trajectory_of(DiffusersEngine(policy).generate([request(4, how=how)])[0])
+    negative = tensors(policy.encode([how.negative_prompt])[0])
+    exact = replay(policy, found, how, negative)
+    assert exact.shape == (4, 5) and exact.requires_grad
+    assert torch.equal(exact.detach(), torch.zeros(4, 5, dtype=torch.float64))
+    for rows in (1, 3):
+        assert replay(policy, found, how, negative, rows=rows).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_a_bfloat16_trajectory_replays_exactly_and_is_stored_in_float32(cfg: float) -> None:
+    """Only the network computes in bfloat16: rounding the stored latents as well would move the ratio."""
+    policy = adapted_policy(dtype="bfloat16")
+    how = sampling(cfg=cfg)
+    found = trajectory_of(DiffusersEngine(policy).generate([request(4, how=how)])[0])
+    negative = tensors(policy.encode([how.negative_prompt])[0])
+    assert found.latents.dtype == found.log_probs.dtype == found.sigmas.dtype == np.float32
+    assert wrong_values(policy, found, how, negative) == 0
+    rounded = torch.from_numpy(found.latents).bfloat16().float().numpy()
+    assert wrong_values(policy, replace(found, latents=rounded), how, negative) > 1e-4
+
+
+def wrong_values(policy: QwenImagePolicy, found: Trajectory, how: Sampling, negative: dict[str, Tensor]) -> float:
+    with torch.no_grad():
+        return float(replay(policy, found, how, negative).abs().max())
+
+
+def test_a_trajectory_of_an_older_version_does_not_replay() -> None:
+    policy = adapted_policy()
+    found = trajectory_of(DiffusersEngine(policy).generate([request(4)])[0])
+    randomise(lora_parameters(policy.transformer), 0.29)
+    assert wrong_values(policy, found, sampling(), {}) > 1e-4
+
+
+TEXTS = ("red red red red", "a very long prompt about a blue square, a red circle and more", "a hill")
+
+
+def tickets(cfg: float = 1.0) -> list[RolloutRequest]:
+    """Of other prompts, texts of other lengths and other noise."""
+    return [
+        replace(
+            request(2, how=sampling(cfg=cfg), prompt=Prompt(ordinal, text)),
+            ordinal=ordinal,
+            initial_seeds=(derive(ordinal, "a"), derive(ordinal, "b")),
+            noise_seeds=(derive(ordinal, "c"), derive(ordinal, "d")),
+        )
+        for ordinal, text in enumerate(TEXTS)
+    ]
+
+
+@pytest.mark.parametrize(("cfg", "chunk"), [(1.0, None), (4.0, None), (4.0, 1)])
+def test_tickets_of_a_batch_are_what_they_are_alone(policy: Any, cfg: float, chunk: int | None) -> None:
+    engine = DiffusersEngine(policy, batch_size=chunk)
+    made = engine.generate(tickets(cfg))
+    for one, ticket in zip(made, tickets(cfg), strict=True):
+        expected = trajectory_of(engine.generate([ticket])[0])
+        assert np.abs(trajectory_of(one).latents - expected.latents).max() < 1e-5
+        assert np.abs(trajectory_of(one).log_probs - expected.log_probs).max() < 1e-5
+        assert np.array_equal(trajectory_of(one).conditioning["prompt_embeds"], expected.conditioning["prompt_embeds"])
+    for one, again in zip(made, engine.generate(tickets(cfg)), strict=True):
+        assert np.array_equal(one.images, again.images)
+        assert np.array_equal(trajectory_of(one).latents, trajectory_of(again).latents)
+
+
+def test_a_ticket_that_fails_is_named_and_leaves_the_engine_whole(policy: Any) -> None:
+    engine, asked = DiffusersEngine(policy), tickets()
+    wrong = replace(asked[1], train_steps=(5,), noise_steps=(1,))
+    with pytest.raises(ValueError, match=r"request of ticket 1: train_steps \(5,\)"):
+        engine.generate([asked[0], wrong, asked[2]])
+    assert len(engine.generate(asked)) == 3

@@ -1,13 +1,19 @@
 """Tests of what a trainer rank makes of the groups that it is handed: their rows, those it trains on, and refusals."""
 
+import logging
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from async_flowrl.algorithms import sde
+from async_flowrl.config.schema import TrainerConfig
+from async_flowrl.tickets.arithmetic import check_batching
+from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.messages import StepPlan, TrainRequest, with_means
+from async_flowrl.training.optimizer import Optimizer, learning_rate
 from async_flowrl.training.update import NonFiniteError
 from tests.support import trainer_rig as rig
 
@@ -136,3 +142,146 @@ def test_a_reference_has_the_guidance_that_it_is_given() -> None:
         worker.update.set_negatives(sampler.negatives())
         distances.append(rig.update(worker, 0, [sampler.group(0, 0)]).metrics["kl"])
     assert distances[0] == 0.0 < 3.0 * distances[1] < distances[2]
+
+
+def test_streaming_makes_one_optimizer_step_per_batch() -> None:
+    config = rig.tiny_config(updates_per_batch=2)
+    check_batching(config)
+    config.hand_over = "stream"
+    with pytest.raises(ValueError, match="hand_over=stream"):
+        check_batching(config)
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "dpo"])
+def test_any_number_of_ranks_trains_any_group(algorithm: str) -> None:
+    for ranks in (2, 3, 5, 64):
+        config = rig.tiny_config(num_workers=ranks)
+        config.algorithm.name = algorithm
+        check_batching(config)
+
+
+def test_a_pair_stays_in_one_micro_batch() -> None:
+    config = rig.tiny_config(micro_batch_size=1)
+    config.algorithm.name = "dpo"
+    with pytest.raises(ValueError, match=r"trainer\.micro_batch_size must be at least 2, got 1"):
+        check_batching(config)
+
+
+def test_the_last_part_may_be_smaller_where_not_all_images_of_a_group_train() -> None:
+    config = rig.tiny_config(micro_batch_size=3)
+    assert config.group_size == 4
+    with pytest.raises(ValueError, match=r"trainer\.micro_batch_size"):
+        check_batching(config)
+    config.algorithm.train_images_per_group = 4
+    check_batching(config)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.14644660940672627]),
+    ],
+)
+def test_learning_rate(schedule: str, expected: list[float]) -> None:
+    config = rig.tiny_config(lr_schedule=schedule, warmup_steps=2, learning_rate=1.0).trainer
+    assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(expected)
+    if schedule != "constant":
+        assert learning_rate(config, 6, 6) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_behaviour_is_recomputed_under_the_version_that_sampled(sampler: rig.Sampler) -> None:
+    config = rig.tiny_config()
+    config.max_staleness = 2
+    config.algorithm.correction = "mask"
+    worker = rig.trainer(config)
+    sampler.load(rig.weights(worker))
+    old = [sampler.group(9, group, version=0, age=2) for group in (0, 1)]
+    for step in range(2):
+        fresh = rig.update(worker, step, [sampler.group(step, group) for group in (0, 1)])
+    assert fresh.metrics["behaviour_divergence"] == 0.0, "at age 0 the behaviour policy is the live one"
+    live = worker.parameters.fingerprint()
+    worker.update.begin(2, StepPlan(rows=24))
+    for meta, tickets in old:
+        worker.update.accumulate([meta], *tickets)
+    assert worker.parameters.fingerprint() == live, "the live weights are back after the behaviour pass"
+    stats = rig.finish(worker)
+    assert stats.metrics["behaviour_divergence"] > 0
+    # float32 storage of the rollout's log-probs is all that is left between the two engines.
+    assert stats.metrics["behaviour_gap"] < 1e-6 < 1e-4 < stats.metrics["log_prob_gap"]
+    assert list(stats.kept) == [2]
+
+
+def test_wrong_weights_show_in_the_behaviour_gap(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
+    """The falsifier of `behaviour_gap`: samples of version 0 that claim to be of version 1."""
+    worker = rig.trainer(rig.tiny_config())
+    rig.update(worker, 0, handed[0])
+    honest = rig.update(worker, 1, [(replace(m, version=0, age=1), t) for m, t in handed[1]])
+    assert honest.metrics["behaviour_gap"] < 1e-6
+    false = rig.update(worker, 2, [(replace(m, version=1, age=1), t) for m, t in handed[2]])
+    assert false.metrics["behaviour_gap"] > 1e-4
+
+
+def test_guidance_replays_with_the_negative_prompt_of_the_rollout() -> None:
+    config = rig.tiny_config()
+    config.rollout.true_cfg_scale = 3.0
+    guided = rig.Sampler(config)
+    worker = rig.trainer(config)
+    group = guided.group(0, 0)
+    worker.update.begin(0, StepPlan(rows=12))
+    with pytest.raises(ValueError, match="negative prompt ' ' was not set"):
+        worker.update.accumulate([group[0]], *group[1])
+    worker.update.set_negatives(guided.negatives())
+    assert rig.update(worker, 0, [group]).metrics["log_prob_gap"] < 1e-6
+    worker.update.set_negatives({" ": guided.engine.encode(["something else"])[0]})
+    worker.parameters.load(worker.versions.of(0))
+    assert rig.update(worker, 1, [group]).metrics["log_prob_gap"] > 1e-4
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    drawn = torch.Generator().manual_seed(3)
+    return {name: nn.Parameter(torch.randn(shape, generator=drawn)) for name, shape in (("b", (5, 7)), ("a", (3,)))}
+
+
+def flat(owners: dict[str, nn.Parameter]) -> FlatParameters:
+    return FlatParameters(owners, torch.device("cpu"))
+
+
+def moved(scale: float, eps: float) -> torch.Tensor:
+    """The weights after three steps whose gradients have an RMS of about 5e-9 times `scale`."""
+    vector = flat(parameters())
+    optimizer = Optimizer(TrainerConfig(learning_rate=1e-2, eps=eps, weight_decay=0.0), vector)
+    drawn = torch.Generator().manual_seed(1)
+    start = vector.snapshot()
+    for _ in range(3):
+        for gradient in vector.named(vector.gradients).values():
+            gradient.copy_(torch.randn(gradient.shape, generator=drawn) * 5e-9 * scale)
+        optimizer.step(1e-2, optimizer.gradient_norms())
+    return vector.snapshot() - start
+
+
+def test_with_a_small_eps_the_scale_of_the_loss_does_not_matter() -> None:
+    assert (moved(1.0, 1e-20) - moved(1e-5, 1e-20)).abs().max() < 1e-5
+    assert moved(1.0, 1e-8).norm() < 0.7 * moved(1.0, 1e-20).norm()
+    assert moved(1e-5, 1e-8).norm() < 1e-3 * moved(1.0, 1e-20).norm()
+
+
+def test_an_eps_that_rules_the_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        moved(1.0, 1e-20)
+        assert not caplog.records
+        moved(1.0, 1e-8)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "trainer.eps=1e-08" in caplog.text
+
+
+def test_the_norm_is_clipped() -> None:
+    vector = flat(parameters())
+    optimizer = Optimizer(TrainerConfig(learning_rate=3e-4, max_grad_norm=0.5, weight_decay=0.0), vector)
+    vector.gradients.copy_(vector.snapshot())
+    norms = optimizer.gradient_norms()
+    norm = norms[""]
+    before = vector.gradients.clone()
+    assert norm > 0.5
+    optimizer.step(0.0, norms)
+    assert torch.allclose(vector.gradients, before * 0.5 / norm)
