@@ -1,6 +1,7 @@
 """Setup of every test session, wherever it is started. Not in tests/, which would then be on the import path."""
 
 import gc
+import inspect
 import json
 import os
 import shlex
@@ -58,6 +59,19 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in virtual time."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    from tests.support.virtual import run_virtual
+
+    run_virtual(
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
+    )
+    return True
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,6 +16,7 @@ from tests.mutants.shared import SHARED_FAULTS
 from tests.mutants.shares import SHARE_FAULTS
 from tests.mutants.tickets import TICKET_FAULTS
 from tests.mutants.weights import TENSOR_FAULTS, WEIGHT_FAULTS
+from tests.support.virtual import run_virtual
 
 MUTANTS = (
     *(*TICKET_FAULTS, *EVALUATION_FAULTS, *BATCH_FAULTS, *WEIGHT_FAULTS, *TENSOR_FAULTS, *WORKER_FAULTS),
@@ -32,7 +33,8 @@ def call(mutant: Mutant) -> None:
             fixtures["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())
         if "tmp_path" in wanted:
             fixtures["tmp_path"] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        test(**mutant.arguments, **fixtures)
+        if inspect.iscoroutine(running := test(**mutant.arguments, **fixtures)):
+            run_virtual(running)
 
 
 def failure(mutant: Mutant) -> BaseException | None:

@@ -36,6 +36,11 @@ class Rig:
             await asyncio.sleep(1.0)
             await self.delivery.join(self.end(f"{name}'"), self.sender.publisher.retained())
 
+    async def publish(self, *versions: int) -> None:
+        for version in versions:
+            await self.delivery.publish(version)
+            await self.delivery.drain()
+
     def held(self, name: str) -> list[int]:
         return [version for _, version, slot in self.ends[name].receiver.held() if slot == "ring"]
 

@@ -106,20 +106,17 @@ def epochs(sender: Ends) -> int:
     return sender.log.count(("open", 0))
 
 
-def test_a_newcomer_is_served_one_by_one_and_taken_in_when_nothing_is_under_way() -> None:
+async def test_a_newcomer_is_served_one_by_one_and_taken_in_when_nothing_is_under_way() -> None:
     sender, one, other = Ends("sender"), Ends("a"), Ends("b")
     broadcast = CollectiveBroadcast(sender)
 
-    async def main() -> None:
-        await broadcast(1, [one])
-        await broadcast.regroup([one])
-        assert epochs(sender) == 1, "nobody has come"
-        assert list(await broadcast(2, [one, other])) == ["a"] and epochs(sender) == 1
-        await broadcast.regroup([one, other])
-        assert epochs(sender) == 2
-        assert sorted(await broadcast(3, [other, one])) == ["a", "b"] and epochs(sender) == 2
-
-    run_virtual(main())
+    await broadcast(1, [one])
+    await broadcast.regroup([one])
+    assert epochs(sender) == 1, "nobody has come"
+    assert list(await broadcast(2, [one, other])) == ["a"] and epochs(sender) == 1
+    await broadcast.regroup([one, other])
+    assert epochs(sender) == 2
+    assert sorted(await broadcast(3, [other, one])) == ["a", "b"] and epochs(sender) == 2
 
 
 def test_an_abort_that_overtakes_the_opening_is_repeated_so_that_no_lane_waits_in_vain() -> None:
@@ -155,30 +152,24 @@ def test_an_abort_that_overtakes_the_opening_is_repeated_so_that_no_lane_waits_i
     assert run_virtual(main()) < 1.0
 
 
-def test_who_has_left_is_left_out_of_the_next_group_and_nothing_has_failed() -> None:
+async def test_who_has_left_is_left_out_of_the_next_group_and_nothing_has_failed() -> None:
     sender, one, other = Ends("sender"), Ends("a"), Ends("b")
     broadcast = CollectiveBroadcast(sender)
 
-    async def main() -> None:
-        await broadcast(1, [one, other])
-        again = Ends("b")  # a new process by the same name
-        assert sorted(await broadcast(2, [one, again])) == ["a", "b"] and again.log[0] == ("open", 2)
-        assert list(await broadcast(3, [one])) == ["a"]
-        assert (epochs(sender), broadcast.failures) == (3, 0)
-
-    run_virtual(main())
+    await broadcast(1, [one, other])
+    again = Ends("b")  # a new process by the same name
+    assert sorted(await broadcast(2, [one, again])) == ["a", "b"] and again.log[0] == ("open", 2)
+    assert list(await broadcast(3, [one])) == ["a"]
+    assert (epochs(sender), broadcast.failures) == (3, 0)
 
 
-def test_while_a_member_is_busy_versions_go_one_by_one_and_the_group_stays() -> None:
+async def test_while_a_member_is_busy_versions_go_one_by_one_and_the_group_stays() -> None:
     sender, one, other = Ends("sender"), Ends("a"), Ends("b")
     broadcast = CollectiveBroadcast(sender)
 
-    async def main() -> None:
-        await broadcast(1, [one, other])
-        with pytest.raises(MemberBusy, match=r"^busy with an earlier delivery: b$"):
-            await broadcast(2, [one], [other])
-        await broadcast.regroup([one])
-        assert sorted(await broadcast(3, [one, other])) == ["a", "b"]
-        assert (epochs(sender), broadcast.failures) == (1, 0)
-
-    run_virtual(main())
+    await broadcast(1, [one, other])
+    with pytest.raises(MemberBusy, match=r"^busy with an earlier delivery: b$"):
+        await broadcast(2, [one], [other])
+    await broadcast.regroup([one])
+    assert sorted(await broadcast(3, [one, other])) == ["a", "b"]
+    assert (epochs(sender), broadcast.failures) == (1, 0)

@@ -14,7 +14,6 @@ from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch
 from separation.group import RefLost
 from tests.support.live import live_digest
-from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Gone, Sender, blank
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing
 
@@ -105,11 +104,6 @@ class GroupRig(Rig):
             self.ends[name] = self.members[name] = GroupEnd(receiver, name, self.sender.link)
             assert await self.delivery.join(self.members[name])
 
-    async def publish(self, *versions: int) -> None:
-        for version in versions:
-            await self.delivery.publish(version)
-            await self.delivery.drain()
-
     @property
     def counts(self) -> tuple[int, int]:
         return self.delivery.stats.fallbacks, self.delivery.stats.member_busy
@@ -123,44 +117,40 @@ class GroupRig(Rig):
         assert self.replaced == []
 
 
-def test_while_every_receiver_is_busy_nothing_has_failed() -> None:
-    async def main() -> None:
-        rig = GroupRig()
-        await rig.join_all()
-        await rig.publish(0)
-        for member in rig.members.values():
-            member.evaluation_seconds = 5.0
-        await rig.delivery.place(0)
-        await rig.publish(1)
-        assert rig.counts == (0, 1) and rig.sender.broadcast == [0]
-        await rig.publish(2)
-        assert rig.counts == (0, 1) and rig.sender.broadcast == [0, 2] and rig.sender.opened == 1
-        rig.check_served(2)
-
-    run_virtual(main())
+async def test_while_every_receiver_is_busy_nothing_has_failed() -> None:
+    rig = GroupRig()
+    await rig.join_all()
+    await rig.publish(0)
+    for member in rig.members.values():
+        member.evaluation_seconds = 5.0
+    await rig.delivery.place(0)
+    await rig.publish(1)
+    assert rig.counts == (0, 1) and rig.sender.broadcast == [0]
+    await rig.publish(2)
+    assert rig.counts == (0, 1) and rig.sender.broadcast == [0, 2] and rig.sender.opened == 1
+    rig.check_served(2)
 
 
 @pytest.mark.parametrize(("late", "fallbacks"), [(-EPSILON, 0), (EPSILON, 1)])
-def test_an_answer_within_its_limit_is_in_time_and_one_after_it_costs_one_version(late: float, fallbacks: int) -> None:
+async def test_an_answer_within_its_limit_is_in_time_and_one_after_it_costs_one_version(
+    late: float, fallbacks: int
+) -> None:
     """Everybody is served in either case, and the next version goes by the collective again."""
 
-    async def main() -> None:
-        rig = GroupRig()
-        await rig.join_all()
-        await rig.publish(0)
-        rig.members["b"].ready_after[1] = READY_SECONDS + late
-        began = asyncio.get_running_loop().time()
-        await rig.publish(1)
-        assert asyncio.get_running_loop().time() - began >= READY_SECONDS - EPSILON, "nobody was late"
-        assert rig.counts == (fallbacks, 0) and rig.broadcast.failures == fallbacks
-        assert rig.sender.broadcast == ([0] if fallbacks else [0, 1])
-        rig.check_served(1)
-        await rig.publish(2)
-        assert rig.counts == (fallbacks, 0) and rig.sender.broadcast[-1] == 2
-        assert rig.sender.opened == 1 + fallbacks
-        rig.check_served(2)
-
-    run_virtual(main())
+    rig = GroupRig()
+    await rig.join_all()
+    await rig.publish(0)
+    rig.members["b"].ready_after[1] = READY_SECONDS + late
+    began = asyncio.get_running_loop().time()
+    await rig.publish(1)
+    assert asyncio.get_running_loop().time() - began >= READY_SECONDS - EPSILON, "nobody was late"
+    assert rig.counts == (fallbacks, 0) and rig.broadcast.failures == fallbacks
+    assert rig.sender.broadcast == ([0] if fallbacks else [0, 1])
+    rig.check_served(1)
+    await rig.publish(2)
+    assert rig.counts == (fallbacks, 0) and rig.sender.broadcast[-1] == 2
+    assert rig.sender.opened == 1 + fallbacks
+    rig.check_served(2)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8, 100])
@@ -180,52 +170,41 @@ def test_no_node_sends_a_payload_to_more_than_two_others(nodes: int, each: int) 
 
 
 @pytest.mark.parametrize("capacity", [1, 2])
-def test_a_receiver_that_lags_behind_the_one_above_it_gets_old_versions_from_the_sender(capacity: int) -> None:
+async def test_a_receiver_that_lags_behind_the_one_above_it_gets_old_versions_from_the_sender(capacity: int) -> None:
     """The one above it has gone on to newer versions by then and retains the old ones no more."""
 
-    async def main() -> None:
-        async def stuck(attempt: int, header: Any, payload: Any) -> Any:
-            await asyncio.sleep(20.0 * (header.version == 0))
-            return payload
+    async def stuck(attempt: int, header: Any, payload: Any) -> Any:
+        await asyncio.sleep(20.0 * (header.version == 0))
+        return payload
 
-        rig = Rig(capacity=capacity)
-        for i in range(3):
-            await rig.join(f"w{i}", stuck if i == 2 else None, f"n{i}")
-        for version in range(6):
-            await rig.delivery.publish(version)
-            await asyncio.sleep(2.0)
-        await rig.delivery.drain()
-        newest = list(range(6))[-capacity:]
-        assert rig.held("w2") == rig.held("w0") == newest and rig.replaced == []
-        assert rig.delivery.stats.fallbacks == 5 - capacity
-
-    run_virtual(main())
+    rig = Rig(capacity=capacity)
+    for i in range(3):
+        await rig.join(f"w{i}", stuck if i == 2 else None, f"n{i}")
+    for version in range(6):
+        await rig.delivery.publish(version)
+        await asyncio.sleep(2.0)
+    await rig.delivery.drain()
+    newest = list(range(6))[-capacity:]
+    assert rig.held("w2") == rig.held("w0") == newest and rig.replaced == []
+    assert rig.delivery.stats.fallbacks == 5 - capacity
 
 
-def test_a_payload_that_is_lost_with_the_node_that_passed_it_on_comes_from_the_sender() -> None:
-    async def main() -> None:
-        rig = Rig()
-        for i in range(3):
-            await rig.join(f"w{i}", failing(1, lambda: RefLost("a value is gone")) if i == 2 else None, f"n{i}")
-        await rig.delivery.publish(0)
-        await rig.delivery.drain()
-        assert rig.held("w2") == [0] and rig.ends["w0"].relayed == [0]
-        assert rig.replaced == [] and rig.delivery.stats.retries == 1
-
-    run_virtual(main())
+async def test_a_payload_that_is_lost_with_the_node_that_passed_it_on_comes_from_the_sender() -> None:
+    rig = Rig()
+    for i in range(3):
+        await rig.join(f"w{i}", failing(1, lambda: RefLost("a value is gone")) if i == 2 else None, f"n{i}")
+    await rig.publish(0)
+    assert rig.held("w2") == [0] and rig.ends["w0"].relayed == [0]
+    assert rig.replaced == [] and rig.delivery.stats.retries == 1
 
 
-def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
-    async def main() -> None:
-        rig = Rig(max_fan_out=4, replacing=False)
-        for i in range(12):
-            await rig.join(f"w{i}", failing(1, Gone) if i == 1 else None, f"n{i % 3}")
-        await rig.delivery.publish(0)
-        await rig.delivery.drain()
-        assert rig.replaced == [("w1", "Gone")]
-        assert all(rig.held(f"w{i}") == [0] for i in range(12) if i != 1)
-        relays = {name: len(end.relayed) for name, end in rig.ends.items() if end.relayed}
-        assert relays == {"w0": 1, "w2": 1}
-        assert len(rig.sender.served) == 1
-
-    run_virtual(main())
+async def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() -> None:
+    rig = Rig(max_fan_out=4, replacing=False)
+    for i in range(12):
+        await rig.join(f"w{i}", failing(1, Gone) if i == 1 else None, f"n{i % 3}")
+    await rig.publish(0)
+    assert rig.replaced == [("w1", "Gone")]
+    assert all(rig.held(f"w{i}") == [0] for i in range(12) if i != 1)
+    relays = {name: len(end.relayed) for name, end in rig.ends.items() if end.relayed}
+    assert relays == {"w0": 1, "w2": 1}
+    assert len(rig.sender.served) == 1

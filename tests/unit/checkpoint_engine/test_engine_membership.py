@@ -16,86 +16,67 @@ from checkpoint_engine import (
 )
 from checkpoint_engine.errors import Verdict, verdict
 from tests.support.live import live_digest
-from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import Gone, flipped
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing, hang
 
 
-def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
-    async def main() -> None:
-        rig = Rig(capacity=3)
-        await rig.join("a")
-        for version in range(5):
-            await rig.delivery.publish(version)
-            await rig.delivery.drain()
-        await rig.delivery.publish(5)
-        assert await rig.delivery.join(rig.end("late"), [3, 5])
-        assert rig.held("late") == [3, 4]
-        await rig.delivery.drain()
-        assert rig.held("late") == [3, 4, 5]
-        with pytest.raises(VersionGone, match=r"\[1\] are not retained, only \[3, 4, 5\]"):
-            await rig.delivery.join(rig.end("later"), [1])
-        assert rig.delivery.receivers == ("a", "late")
-        with pytest.raises(ValueError, match="late has joined already"):
-            await rig.delivery.join(rig.ends["late"])
-
-    run_virtual(main())
+async def test_a_joiner_gets_every_version_that_live_work_needs() -> None:
+    rig = Rig(capacity=3)
+    await rig.join("a")
+    await rig.publish(*range(5))
+    await rig.delivery.publish(5)
+    assert await rig.delivery.join(rig.end("late"), [3, 5])
+    assert rig.held("late") == [3, 4]
+    await rig.delivery.drain()
+    assert rig.held("late") == [3, 4, 5]
+    with pytest.raises(VersionGone, match=r"\[1\] are not retained, only \[3, 4, 5\]"):
+        await rig.delivery.join(rig.end("later"), [1])
+    assert rig.delivery.receivers == ("a", "late")
+    with pytest.raises(ValueError, match="late has joined already"):
+        await rig.delivery.join(rig.ends["late"])
 
 
-def test_a_joiner_that_dies_while_joining_is_reported_and_replaced() -> None:
-    async def main() -> None:
-        rig = Rig()
-        await rig.delivery.publish(0)
-        await rig.delivery.drain()
-        assert not await rig.delivery.join(rig.end("x", failing(9, Gone)), [0])
-        await rig.delivery.drain()
-        assert rig.replaced == [("x", "Gone")] and rig.delivery.receivers == ()
-
-    run_virtual(main())
+async def test_a_joiner_that_dies_while_joining_is_reported_and_replaced() -> None:
+    rig = Rig()
+    await rig.publish(0)
+    assert not await rig.delivery.join(rig.end("x", failing(9, Gone)), [0])
+    await rig.delivery.drain()
+    assert rig.replaced == [("x", "Gone")] and rig.delivery.receivers == ()
 
 
-def test_evaluation_versions_have_their_own_slot_and_reach_joiners() -> None:
-    async def main() -> None:
-        rig = Rig(capacity=1)
-        await rig.join("a")
-        await rig.delivery.publish(0)
-        await rig.delivery.drain()
+async def test_evaluation_versions_have_their_own_slot_and_reach_joiners() -> None:
+    rig = Rig(capacity=1)
+    await rig.join("a")
+    await rig.publish(0)
+    await rig.delivery.place(0)
+    await rig.publish(1, 2, 3)
+    await rig.delivery.join(rig.end("late"), [3])
+    for name in ("a", "late"):
+        assert rig.ends[name].receiver.held() == (("policy", 0, EVALUATION), ("policy", 3, "ring"))
+    assert rig.sender.publisher.retained() == (0, 3)
+    await rig.delivery.place(3)
+    await rig.delivery.drain()
+    assert rig.sender.publisher.retained() == (3,)
+    with pytest.raises(VersionGone, match="version 0 can't be evaluated"):
         await rig.delivery.place(0)
-        for version in (1, 2, 3):
-            await rig.delivery.publish(version)
-            await rig.delivery.drain()
-        await rig.delivery.join(rig.end("late"), [3])
-        for name in ("a", "late"):
-            assert rig.ends[name].receiver.held() == (("policy", 0, EVALUATION), ("policy", 3, "ring"))
-        assert rig.sender.publisher.retained() == (0, 3)
-        await rig.delivery.place(3)
-        await rig.delivery.drain()
-        assert rig.sender.publisher.retained() == (3,)
-        with pytest.raises(VersionGone, match="version 0 can't be evaluated"):
-            await rig.delivery.place(0)
-
-    run_virtual(main())
 
 
-def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
-    async def main() -> None:
-        rig = Rig()
-        await rig.join("a", hang)
-        await rig.join("b")
-        await rig.delivery.publish(0)
-        await asyncio.sleep(1.0)
-        await rig.delivery.leave("a")
-        await rig.delivery.leave("a")
-        await rig.delivery.drain()
-        assert asyncio.get_running_loop().time() < 2.0 and rig.replaced == []
-        assert rig.held("b") == [0]
-
-    run_virtual(main())
+async def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
+    rig = Rig()
+    await rig.join("a", hang)
+    await rig.join("b")
+    await rig.delivery.publish(0)
+    await asyncio.sleep(1.0)
+    await rig.delivery.leave("a")
+    await rig.delivery.leave("a")
+    await rig.delivery.drain()
+    assert asyncio.get_running_loop().time() < 2.0 and rig.replaced == []
+    assert rig.held("b") == [0]
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(16))
-def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -> None:
+async def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -> None:
     """Delays, corruptions, hangs and deaths at random instants; nobody keeps a wrong or torn version."""
     draw = random.Random(seed)
 
@@ -112,43 +93,37 @@ def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -
             raise Gone("died")
         return payload
 
-    async def main() -> None:
-        rig = Rig(capacity=2, replacing=True, deadline=5.0)
-        for i in range(4):
-            await rig.join(f"w{i}", fault)
-        for version in range(25):
-            await rig.delivery.publish(version)
-            await asyncio.sleep(draw.expovariate(1.0) + 0.2)
-            if draw.random() < 0.1:
-                await rig.delivery.leave(draw.choice(rig.delivery.receivers or ("none",)))
-            if draw.random() < 0.1:
-                await rig.delivery.join(rig.end(f"x{version}"), rig.sender.publisher.retained()[-1:])
-        await rig.delivery.drain()
-        for name in rig.delivery.receivers:
-            receiver = rig.ends[name].receiver
-            assert rig.held(name)[-1] == 24
-            receiver.activate("policy", 24)
-            assert live_digest(receiver) == rig.sender.publisher.payload(24)[0].digest
-            assert all((t == 24.0).all() for t in receiver.tensors.values())
-        await rig.delivery.close()
-
-    run_virtual(main())
+    rig = Rig(capacity=2, replacing=True, deadline=5.0)
+    for i in range(4):
+        await rig.join(f"w{i}", fault)
+    for version in range(25):
+        await rig.delivery.publish(version)
+        await asyncio.sleep(draw.expovariate(1.0) + 0.2)
+        if draw.random() < 0.1:
+            await rig.delivery.leave(draw.choice(rig.delivery.receivers or ("none",)))
+        if draw.random() < 0.1:
+            await rig.delivery.join(rig.end(f"x{version}"), rig.sender.publisher.retained()[-1:])
+    await rig.delivery.drain()
+    for name in rig.delivery.receivers:
+        receiver = rig.ends[name].receiver
+        assert rig.held(name)[-1] == 24
+        receiver.activate("policy", 24)
+        assert live_digest(receiver) == rig.sender.publisher.payload(24)[0].digest
+        assert all((t == 24.0).all() for t in receiver.tensors.values())
+    await rig.delivery.close()
 
 
-def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
-    async def main() -> None:
-        rig = Rig()
-        for name in ("a", "b"):
-            await rig.join(name)
-        await rig.delivery.publish(0)
-        assert asyncio.get_running_loop().time() == 0.0 and rig.acks == []
-        await rig.delivery.drain()
-        assert sorted(rig.acks) == [("a", 0, "ring"), ("b", 0, "ring")]
-        assert rig.delivery.stats.publishes == 1
-        assert rig.delivery.stats.seconds == pytest.approx(0.1)
-        await rig.delivery.close()
-
-    run_virtual(main())
+async def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
+    rig = Rig()
+    for name in ("a", "b"):
+        await rig.join(name)
+    await rig.delivery.publish(0)
+    assert asyncio.get_running_loop().time() == 0.0 and rig.acks == []
+    await rig.delivery.drain()
+    assert sorted(rig.acks) == [("a", 0, "ring"), ("b", 0, "ring")]
+    assert rig.delivery.stats.publishes == 1
+    assert rig.delivery.stats.seconds == pytest.approx(0.1)
+    await rig.delivery.close()
 
 
 @pytest.mark.parametrize(
@@ -160,40 +135,34 @@ def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
         (failing(99, lambda: TransferFailed("no")), "TransferFailed", 4),
     ],
 )
-def test_a_hopeless_receiver_is_replaced_and_the_new_one_gets_what_is_retained(fault, error, attempts) -> None:
-    async def main() -> None:
-        rig = Rig(replacing=True)
-        await rig.join("good")
-        await rig.join("bad", fault)
-        for version in range(3):
-            await rig.delivery.publish(version)
-            await asyncio.sleep(1.0)
-        await rig.delivery.drain()
-        assert rig.replaced == [("bad", error)] and rig.ends["bad"].attempts == attempts
-        assert rig.held("good") == rig.held("bad'") == [1, 2]
-        assert rig.delivery.receivers == ("good", "bad'")
-
-    run_virtual(main())
+async def test_a_hopeless_receiver_is_replaced_and_the_new_one_gets_what_is_retained(fault, error, attempts) -> None:
+    rig = Rig(replacing=True)
+    await rig.join("good")
+    await rig.join("bad", fault)
+    for version in range(3):
+        await rig.delivery.publish(version)
+        await asyncio.sleep(1.0)
+    await rig.delivery.drain()
+    assert rig.replaced == [("bad", error)] and rig.ends["bad"].attempts == attempts
+    assert rig.held("good") == rig.held("bad'") == [1, 2]
+    assert rig.delivery.receivers == ("good", "bad'")
 
 
-def test_a_slow_receiver_stalls_nobody_else() -> None:
+async def test_a_slow_receiver_stalls_nobody_else() -> None:
     async def slow(attempt: int, header: Any, payload: Any) -> Any:
         await asyncio.sleep(20.0)
         return payload
 
-    async def main() -> None:
-        rig = Rig()
-        await rig.join("slow", slow)
-        await rig.join("fast")
-        for version in range(3):
-            await rig.delivery.publish(version)
-            await asyncio.sleep(0.2)
-        assert rig.held("fast") == [1, 2] and rig.held("slow") == []
-        await rig.delivery.drain()
-        assert rig.held("slow") == [1, 2]
-        assert [v for name, v, _ in rig.acks if name == "slow"] == [0, 1, 2]
-
-    run_virtual(main())
+    rig = Rig()
+    await rig.join("slow", slow)
+    await rig.join("fast")
+    for version in range(3):
+        await rig.delivery.publish(version)
+        await asyncio.sleep(0.2)
+    assert rig.held("fast") == [1, 2] and rig.held("slow") == []
+    await rig.delivery.drain()
+    assert rig.held("slow") == [1, 2]
+    assert [v for name, v, _ in rig.acks if name == "slow"] == [0, 1, 2]
 
 
 async def wrong_alpha(attempt: int, header: Any, payload: Any) -> Any:
@@ -205,36 +174,30 @@ async def bug(attempt: int, header: Any, payload: Any) -> Any:
 
 
 @pytest.mark.parametrize(("fault", "error"), [(wrong_alpha, WeightsMismatch), (bug, ZeroDivisionError)])
-def test_a_mismatch_or_an_unknown_error_stops_the_run_everywhere(fault, error) -> None:
-    async def main() -> None:
-        rig = Rig()
-        await rig.join("a", fault)
-        watcher = asyncio.create_task(rig.delivery.failed())
-        await rig.delivery.publish(0)
-        for surface in (watcher, rig.delivery.drain(), rig.delivery.publish(1), rig.delivery.join(rig.end("b"))):
-            with pytest.raises(error):
-                await surface
-        assert rig.replaced == []
-        await rig.delivery.close()
-
-    run_virtual(main())
+async def test_a_mismatch_or_an_unknown_error_stops_the_run_everywhere(fault, error) -> None:
+    rig = Rig()
+    await rig.join("a", fault)
+    watcher = asyncio.create_task(rig.delivery.failed())
+    await rig.delivery.publish(0)
+    for surface in (watcher, rig.delivery.drain(), rig.delivery.publish(1), rig.delivery.join(rig.end("b"))):
+        with pytest.raises(error):
+            await surface
+    assert rig.replaced == []
+    await rig.delivery.close()
 
 
-def test_an_acknowledgement_of_something_else_stops_the_run() -> None:
-    async def main() -> None:
-        rig = Rig()
-        end = rig.end("liar")
+async def test_an_acknowledgement_of_something_else_stops_the_run() -> None:
+    rig = Rig()
+    end = rig.end("liar")
 
-        async def receive(header: Any, payload: Any, slot: str) -> Ack:
-            return Ack(header.stream, header.version, "0" * 64, slot)
+    async def receive(header: Any, payload: Any, slot: str) -> Ack:
+        return Ack(header.stream, header.version, "0" * 64, slot)
 
-        end.receive = receive  # type: ignore[method-assign]
-        await rig.delivery.join(end)
-        await rig.delivery.publish(0)
-        with pytest.raises(WeightsMismatch, match="liar acknowledged"):
-            await rig.delivery.drain()
-
-    run_virtual(main())
+    end.receive = receive  # type: ignore[method-assign]
+    await rig.delivery.join(end)
+    await rig.delivery.publish(0)
+    with pytest.raises(WeightsMismatch, match="liar acknowledged"):
+        await rig.delivery.drain()
 
 
 @pytest.mark.parametrize(
