@@ -178,6 +178,14 @@ def wait_until(process: Process, condition: Callable[[], object], what: str) -> 
         time.sleep(0.05)
 
 
+def exit_code(program: Callable[[], int]) -> int:
+    """What a program ends with that is called in this process; its words are in `sys.argv`."""
+    try:
+        return program()
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a file of JSON objects."""
     text = path.read_text().splitlines(keepends=True) if path.exists() else []

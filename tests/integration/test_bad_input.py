@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,17 +11,24 @@ from PIL import Image
 from async_flowrl.main import home_expanded, main
 from tests.integration.runs import LIMIT, ROOT
 
+Refused = Callable[[Sequence[str]], str]
 
-def refuse(arguments: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the command line `arguments` is answered, once it has been refused."""
-    monkeypatch.setattr(sys, "argv", ["main", *arguments])
-    code = main()
-    captured = capsys.readouterr()
-    assert code == 2, captured.err
-    assert "Traceback" not in captured.err
-    assert captured.err.startswith("async_flowrl: ")
-    assert captured.out == ""
-    return captured.err.rstrip("\n")
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """What a command line is answered, once it has been refused."""
+
+    def answer(arguments: Sequence[str]) -> str:
+        monkeypatch.setattr(sys, "argv", ["main", *arguments])
+        code = main()
+        captured = capsys.readouterr()
+        assert code == 2, captured.err
+        assert "Traceback" not in captured.err
+        assert captured.err.startswith("async_flowrl: ")
+        assert captured.out == ""
+        return captured.err.rstrip("\n")
+
+    return answer
 
 
 HERE = "runtime.backend=local"
@@ -163,14 +170,10 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("arguments", "named"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
 def test_bad_input_ends_with_exit_code_2_and_a_line_that_names_the_key(
-    arguments: list[str],
-    named: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], named: str, tmp_path: Path, refused: Refused
 ) -> None:
     out = tmp_path / "run"
-    message = refuse([*arguments, f"output_dir={out}"], capsys, monkeypatch)
+    message = refused([*arguments, f"output_dir={out}"])
     assert len(message.splitlines()) == 1
     for part in named.split(" "):
         assert part in message
@@ -199,15 +202,11 @@ class Mine:
     ],
 )
 def test_modules_of_ones_own_that_raise(
-    overrides: list[str],
-    named: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     own_modules(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
-    message = refuse([*overrides, f"output_dir={tmp_path / 'run'}"], capsys, monkeypatch)
+    message = refused([*overrides, f"output_dir={tmp_path / 'run'}"])
     assert named in message
     assert len(message.splitlines()) == 1
 
@@ -220,14 +219,14 @@ def own_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     """What a cluster of our own would have is what Ray counts here."""
     arguments = ["checkpoint_engine.transport=nccl", f"output_dir={tmp_path / 'run'}", "dry_run=true"]
     for seen_by_torch in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda seen=seen_by_torch: seen)
         monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 0}')
-        message = refuse(arguments, capsys, monkeypatch)
+        message = refused(arguments)
         assert "transport nccl needs weights on a GPU, here they are on cpu" in message
         assert "use gloo, object_store or auto" in message
         monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
@@ -238,17 +237,15 @@ def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(
 
 
 def test_a_model_that_is_only_out_of_reach_is_not_called_misspelt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = refuse(["model.path=Qwen/Qwen-Image", HERE, f"output_dir={tmp_path / 'run'}"], capsys, monkeypatch)
+    message = refused(["model.path=Qwen/Qwen-Image", HERE, f"output_dir={tmp_path / 'run'}"])
     assert "'Qwen/Qwen-Image' was not found" in message and "the hub cannot be reached" in message
     assert "did you mean" not in message
 
 
-def test_unknown_key_and_wrong_type_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_key_and_wrong_type_in_a_file(tmp_path: Path, refused: Refused) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
     for line, told in (
@@ -257,21 +254,21 @@ def test_unknown_key_and_wrong_type_in_a_file(
     ):
         (folder / "mine.yaml").write_text(f"defaults: [one_step_off, _self_]\nname: mine\n{line}\n")
         arguments = ["--config-dir", str(folder), "--config-name", "mine", f"output_dir={tmp_path / 'run'}"]
-        message = refuse(arguments, capsys, monkeypatch)
+        message = refused(arguments)
         assert told in message
         assert len(message.splitlines()) == 1
     (folder / "mine.yaml").write_text("name: mine\ntotal_steps: 3\n")
-    assert "defaults" in refuse(["--config-dir", str(folder), "--config-name", "mine"], capsys, monkeypatch)
+    assert "defaults" in refused(["--config-dir", str(folder), "--config-name", "mine"])
     assert not (tmp_path / "run").exists()
 
 
-def test_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_files(tmp_path: Path, refused: Refused) -> None:
     out = f"output_dir={tmp_path / 'run'}"
     empty, bare = tmp_path / "empty.txt", tmp_path / "bare.txt"
     empty.write_text("\n  \n")
-    assert f"{empty} holds no prompts" in refuse([f"data.train={empty}", HERE, out], capsys, monkeypatch)
+    assert f"{empty} holds no prompts" in refused([f"data.train={empty}", HERE, out])
     bare.write_text('a sign that says "OPEN"\n\na sign that says nothing\n')
-    message = refuse(["reward=ocr", f"data.train={bare}", HERE, out], capsys, monkeypatch)
+    message = refused(["reward=ocr", f"data.train={bare}", HERE, out])
     assert f"{bare}:3" in message
     assert "double quotes" in message
     assert not (tmp_path / "run").exists()
@@ -279,45 +276,41 @@ def test_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 
 @pytest.mark.parametrize("name", ["glyphs", "glyphs_edit", "glyphs_motion"])
 def test_an_experiment_of_a_clone_elsewhere(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    message = refuse([f"experiment={name}", "dry_run=true"], capsys, monkeypatch)
+    message = refused([f"experiment={name}", "dry_run=true"])
     assert "model.path" in message and "clone" in message and len(message.splitlines()) == 1
 
 
-def test_output_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_directory(tmp_path: Path, refused: Refused) -> None:
     full, file = tmp_path / "full", tmp_path / "file"
     full.mkdir()
     (full / "something").write_text("of mine")
-    message = refuse([f"output_dir={full}", HERE], capsys, monkeypatch)
+    message = refused([f"output_dir={full}", HERE])
     assert f"output_dir={full} is not empty" in message
     assert "resume=auto" in message
     assert [entry.name for entry in full.iterdir()] == ["something"]
     file.write_text("")
     for more in ([], ["dry_run=true"], ["hydra.verbose=false"]):
-        assert "is a file" in refuse([f"output_dir={file}", HERE, *more], capsys, monkeypatch)
+        assert "is a file" in refused([f"output_dir={file}", HERE, *more])
     for place in ([f"output_dir={file}/run"], ["output_dir=/proc/run"], ["output_dir=/proc/run", "dry_run=true"]):
         # root may write anywhere, but not there
-        assert "cannot be written" in refuse([*place, HERE], capsys, monkeypatch)
+        assert "cannot be written" in refused([*place, HERE])
 
 
 @pytest.mark.parametrize("terms", ["reward.terms", "evaluate.reward.terms"])
-def test_edits_of_another_shape_than_their_source(
-    terms: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edits_of_another_shape_than_their_source(terms: str, tmp_path: Path, refused: Refused) -> None:
     Image.new("RGB", (24, 16)).save(tmp_path / "a.png")
     (tmp_path / "edits.jsonl").write_text('{"prompt": "blue", "image": "a.png"}\n')
     edits = [f"data.train={tmp_path / 'edits.jsonl'}", "data.held_out=0", f"{terms}={{edit_consistency: {{}}}}"]
-    message = refuse(["model=tiny_qwen_image_edit", *edits, HERE], capsys, monkeypatch)
+    message = refused(["model=tiny_qwen_image_edit", *edits, HERE])
     assert "edit_consistency" in message and "24 × 16" in message
 
 
-def test_more_workers_than_this_machine_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_workers_than_this_machine_holds(tmp_path: Path, refused: Refused) -> None:
     """The one refusal with a table: what was asked, pool by pool."""
-    message = refuse(["rollout.num_workers=5000", f"output_dir={tmp_path / 'run'}"], capsys, monkeypatch)
+    message = refused(["rollout.num_workers=5000", f"output_dir={tmp_path / 'run'}"])
     assert "5002 workers" in message.splitlines()[0]
     assert [line.split()[:2] for line in message.splitlines()[1:]] == [
         ["pool", "workers"],
@@ -351,29 +344,17 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def answered(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """What is said of a command that is refused."""
-    monkeypatch.setattr(sys, "argv", ["main", *arguments])
-    code = main()
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert "Traceback" not in said
-    return said
-
-
 @pytest.mark.slow
-def test_more_than_an_existing_cluster_has(
-    tmp_path: Path, existing_cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str, refused: Refused) -> None:
     there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
-    said = answered(capsys, monkeypatch, "rollout.num_workers=3", *there)
+    said = refused(["rollout.num_workers=3", *there])
     rows = [line.split() for line in said.splitlines()]
     assert said.startswith("async_flowrl: the cluster can't hold what was asked:")
     assert ["resource", "asked", "exists", "missing"] in rows
     assert ["rollout", "3", "2", "1"] in rows
     large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
-    said = answered(capsys, monkeypatch, *large, *there)
+    said = refused([*large, *there])
     assert "GB of results and weights lie in the object store, which holds 0.1 GB" in said
     assert "max_staleness" in said
     assert len(said.splitlines()) == 1
-    assert "is not empty" not in answered(capsys, monkeypatch, "total_steps=0", *there)
+    assert "is not empty" not in refused(["total_steps=0", *there])

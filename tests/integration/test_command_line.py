@@ -11,7 +11,7 @@ import pytest
 
 from async_flowrl import __main__ as verbs
 from async_flowrl import main as program
-from tests.integration.runs import LIMIT, ROOT, TINY, Run
+from tests.integration.runs import LIMIT, ROOT, TINY, Run, exit_code
 
 SMALL = (*TINY, "runtime.backend=local", "total_steps=1")
 
@@ -28,10 +28,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def ran(*arguments: str, of: Callable[[], int] = program.main) -> int:
         monkeypatch.setattr(sys, "argv", ["main", *arguments])
         monkeypatch.setattr(sys, "path", [*sys.path])
-        try:
-            return of()
-        except SystemExit as end:
-            return int(end.code or 0)
+        return exit_code(of)
 
     return ran
 

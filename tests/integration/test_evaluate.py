@@ -1,8 +1,8 @@
 """Tests of `evaluate`: scores from a fresh pipeline equal those of the rollout engine's evaluation images."""
 
 import json
+import logging
 import shutil
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,24 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from async_flowrl.cli import before_after as measure
+from async_flowrl.cli import generate as generating
 from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.cli.evaluate import parser
 from async_flowrl.cli.evaluation_job import job_of
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.schema import Config, LoraConfig, RewardTerm
+from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.data.load import load_data
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.qwen_image import QwenImagePolicy
+from async_flowrl.policies.trained_file import apply_lora
 from async_flowrl.rewards.registry import build_reward
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import EVALUATION, Ticket
+from tests.integration.exported import LORA, write_config
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import adapted_policy, save_lora, token_ids
+from tests.support.tiny import RED, adapted_policy, save_lora, token_ids
 
-LORA = LoraConfig(rank=4, alpha=10.0)
 IMAGES = 2
 """Of each prompt."""
 
@@ -50,7 +52,7 @@ def prompts_file() -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with guidance, and prompts that bring their own system and negative prompts."""
     folder = tmp_path_factory.mktemp("trained")
     config = Config(lora=LORA)
@@ -60,15 +62,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = folder / "prompts.jsonl"
     prompts.write_text(prompts_file())
     config.data.train = str(prompts)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    write_config(folder, config)
     save_lora(folder / "lora", adapted_policy(config=LORA).transformer, alpha=LORA.alpha)
     return folder
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
+def run(evaluated_run: Path, tmp_path: Path) -> Path:
     """A copy of it, which the test may change."""
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(evaluated_run, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -169,3 +171,38 @@ def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: 
     assert "color: means over 2 of 3 prompts" in caplog.text
     job.config.reward.terms = {"color": RewardTerm(weight=-1.0)}
     assert measure.row("color", job, before, after)["improved"] == 0.25
+
+
+def finished_run(folder: Path, policy: QwenImagePolicy) -> Path:
+    """lora/ and config.yaml as a run leaves them."""
+    config = Config()
+    config.rollout.num_inference_steps = 4
+    save_lora(folder / "lora", policy.transformer, alpha=LORA.alpha)
+    write_config(folder, config)
+    return folder / "lora"
+
+
+def test_generate_shows_before_and_after_with_the_runs_own_settings(
+    trained: QwenImagePolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = finished_run(tmp_path / "run", trained)
+    out = tmp_path / "grid.png"
+    command = ["--lora", str(lora), "--out", str(out), "--images", "2", "--seed", "5"]
+    with caplog.at_level(logging.INFO):
+        assert generating.main([*command, "--prompt", RED.text, "--prompt", "blue blue blue blue"]) == 0
+    assert f"wrote {out}" in caplog.text
+
+    config = generating.config_of(lora, None)
+    how = config.model, generating.sampling_of(config)
+    assert (how[1].num_inference_steps, how[1].resolution) == (4, 32)
+    pipeline = generating.open_pipeline(*how, "cpu")
+    before = generating.sample(pipeline, *how, RED.text, [5, 6])
+    apply_lora(pipeline, lora)
+    after = generating.sample(pipeline, *how, RED.text, [5, 6])
+    assert np.abs(before.astype(int) - after).max() > 10
+    sheet = np.asarray(Image.open(out))
+    top, side = 2 * 22, 128
+    right = 2 * side + 5 * 4
+    for left, images in ((0, before), (right, after)):
+        shown = sheet[top : top + side : 4, left : left + side : 4]
+        assert np.array_equal(shown, images[0])

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from huggingface_hub import ModelCard
-from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,7 +30,7 @@ from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import generator
 from async_flowrl.types import EVALUATION, Scores
-from tests.integration.exported import LORA, run_directory
+from tests.integration.exported import LORA, run_directory, write_config
 from tests.support.families import pipeline_of
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import RED, request, save_lora
@@ -132,7 +131,7 @@ def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
     config = Config(name="mine", total_steps=7, lora=LORA, model=ModelConfig(path=model))
     config.reward.terms = {"color": RewardTerm(weight=2.0)}
     config.evaluate.reward.terms = {"jpeg_compressibility": RewardTerm()}
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    write_config(folder, config)
     (folder / ".hydra").mkdir()
     typed = ["total_steps=7", "output_dir=/home/me/secret", "reward.terms={color: {weight: 2.0}}", "name=${x}", "~save"]
     (folder / ".hydra/overrides.yaml").write_text("".join(f"- {json.dumps(override)}\n" for override in typed))

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
 from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.config import exit_codes
@@ -22,6 +20,7 @@ from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.types import Prompt
 from tests.integration.dying_color import COUNT_FILE
+from tests.integration.exported import write_config
 from tests.integration.left_behind import left_behind, running, wait_for_none
 from tests.integration.runs import LIMIT, ROOT, Run, finish, lines, start, train, wait_until
 from tests.support.forked import python
@@ -227,7 +226,7 @@ def run_directory(folder: Path, command: str, **serve: object) -> Path:
     prompts = folder / "prompts.txt"
     prompts.write_text("red red red red\nblue blue blue blue\n")
     config.data.train = str(prompts)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))
+    write_config(folder, config)
     save_lora(folder / "lora", adapted_policy(config=config.lora).transformer, alpha=config.lora.alpha)
     return folder
 

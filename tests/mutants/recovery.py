@@ -18,7 +18,7 @@ RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
 )
 LIMITS = "async_flowrl.config.schema:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
-RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_resume", "tests.unit.test_checkpoints"
+RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_recovery", "tests.unit.test_checkpoints"
 REWARDS, KEPT = "tests.unit.test_reward_faults", "tests.unit.training.test_kept_state"
 STATES = "tests.unit.test_recovery"
 
@@ -202,7 +202,7 @@ ATTEMPT_FAULTS = (
     Mutant(
         "a reward that is not deterministic is asked again after a resume",
         {"async_flowrl.controller.score_log:ScoreLog.__contains__": lambda contains: lambda log, group: False},
-        "tests.unit.test_scores_kept:test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores",
+        "tests.unit.test_recovery:test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores",
         arguments={"killed": "controller"},
     ),
     Mutant(

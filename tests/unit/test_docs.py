@@ -15,7 +15,7 @@ from async_flowrl.__main__ import VERBS
 from async_flowrl.config.check import removed
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from tests.support.documents import writer
+from tests.support.documents import script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -195,7 +195,7 @@ def test_verbs_exist() -> None:
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:
-    page = writer("write_configuration").page()
+    page = script("docs/write_configuration.py").page()
     assert page == TEXTS["docs/configuration.md"], "run: python docs/write_configuration.py"
 
 

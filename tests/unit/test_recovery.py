@@ -1,7 +1,9 @@
 """Tests of recovery from dead trainers: the next attempt begins at the last checkpoint, and the weights are equal."""
 
 import asyncio
+import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,24 +11,32 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.schema import LimitsConfig
+from async_flowrl.cli.verify import verify
+from async_flowrl.config.schema import LimitsConfig, RewardTerm
 from async_flowrl.controller.kept_state import MOST, DamagedState, KeptState, KeptStates
+from async_flowrl.controller.resume import Resume
+from async_flowrl.observability.evaluations import Evaluation, EvaluationLog
+from async_flowrl.run.recovery import with_unevaluated
 from async_flowrl.tickets.table import EVALUATION, Refused
-from async_flowrl.types import RolloutRequest
+from async_flowrl.types import EMA, POLICY, Prompt, RolloutRequest, Scores
 from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
 from separation.group import WorkerDied
-from tests.chaos.recovery_schedules import STEPS
-from tests.support.toy_pool import ListObserver, Timing, World, once
+from tests.chaos.recovery_schedules import STEPS, undisturbed
+from tests.support.toy_pool import ListObserver, Timing, World, no_fault, once
 from tests.support.toy_recovery import (
     Groups,
     Outside,
     at,
     evaluations,
     events,
+    kill_after,
+    logged,
     rollbacks,
     run_controller,
+    summary,
     toy_ranks_meet,
 )
+from tests.support.toy_reward import ToyReward
 from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
 from tests.unit.recovery_runs import check_equal, config, go
@@ -262,3 +272,153 @@ def test_an_evaluation_whose_version_is_old_when_a_rank_dies_is_made_by_the_next
     assert run_controller(config(**settings), root, world) is None
     assert rollbacks(root) == [3]
     assert evaluations(root) == evaluations(calm) and sorted(evaluations(root)) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "workers"), [(0.0, 1), (1.0, 4), (3.3, 1), (7.9, 4), (12.2, 1), (17.0, 4), (25.0, 1)]
+)
+def test_a_killed_controller_and_resume(seconds: float, workers: int, tmp_path: Path) -> None:
+    left = go(tmp_path / "run", disturb=kill_after(seconds))
+    assert left is not None and not (left / "summary.json").exists()
+    assert go(left, rollout__num_workers=workers) is None
+    assert len(rollbacks(left)) == 1
+    check_equal(left)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("grown", [True, False])
+def test_a_killed_controller_of_an_elastic_pool_and_resume_with_another_size(
+    grown: bool, workers: int, tmp_path: Path
+) -> None:
+    """It has four workers, or one, when it is killed; after it has gone on all leave, and two come later."""
+    bounds = {"rollout__min_workers": 1, "rollout__max_workers": 4}
+
+    async def resize(outside: Outside, groups: Groups) -> None:
+        pool = groups["rollout"]
+        await asyncio.sleep(0.5)
+        for _ in range(2 * grown):
+            pool.growth.arrive()
+        if not grown:
+            pool.growth.drain(pool.workers[0], seconds=0.4)
+        await asyncio.sleep(7.0)
+        assert len(pool.workers) == (4 if grown else 1)
+        outside.kill()
+
+    async def all_leave(outside: Outside, groups: Groups) -> None:
+        pool = groups["rollout"]
+        await asyncio.sleep(2.5)
+        for worker in list(pool.workers):
+            pool.growth.drain(worker, seconds=0.3)
+        await asyncio.sleep(15.0)
+        assert not pool.workers
+        pool.growth.arrive()
+        pool.growth.arrive()
+
+    left = go(tmp_path / "run", disturb=resize, **bounds)
+    assert left is not None
+    assert go(left, disturb=all_leave, rollout__num_workers=workers, **bounds) is None
+    assert [event["workers"] for event in events(left, "worker_left")][-1] == 0
+    assert [event["workers"] for event in events(left, "worker_joined")][-2:] == [1, 2]
+    check_equal(left)
+
+
+def test_an_older_checkpoint_on_purpose(tmp_path: Path) -> None:
+    """Later ones are of a history that has ended: a trainer that dies then must not go on from them."""
+    root = tmp_path / "run"
+    assert go(root, save__keep=9) is None
+    older = root / "checkpoints" / "step_2"
+    assert go(root, at(add_up_1="kill"), resume=str(older), save__keep=9) is None
+    assert rollbacks(root) == [2, 2]
+    check_equal(root)
+
+
+def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
+    """It is copied into the run's own folder before anything else, so that a trainer may die at once."""
+    root = tmp_path / "run"
+    assert go(tmp_path / "other", save__keep=9) is None
+    other = tmp_path / "other" / "checkpoints" / "step_4"
+    assert go(root, at(add_up_1="kill"), resume=str(other)) is None
+    assert rollbacks(root) == [4, 4]
+    assert summary(root)["weights_digest"] == undisturbed(1).digest
+
+
+def test_of_the_held_versions_only_those_are_kept_whose_evaluation_is_lacking(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path / "evaluations.jsonl")
+    log.add(Evaluation(2, False, "same", 12, 1.0, {}))
+    log.add(Evaluation(4, True, "same", 12, 1.0, {}))
+    resume = Resume(None, 6, {}, held=frozenset({(POLICY, 2), (POLICY, 4), (EMA, 5)}))
+    assert with_unevaluated(config(), resume, log).held == {(POLICY, 4)}
+    assert with_unevaluated(config(trainer__ema_decay=0.9), resume, log).held_versions == {5}
+
+
+JUDGED = {"reward__terms": {"color": RewardTerm(name="tests.unit.rewards.own_rewards:Judge")}}
+"""A reward that says that it is not deterministic (the toy pool scores in its place)."""
+
+
+def moody(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """How often each group of images was scored. Only the first time the score is what the images deserve.
+
+    One prompt of five gets none the first time, and one later.
+    """
+    asked: Counter[bytes] = Counter()
+    score = ToyReward.score
+
+    def spoilt(self: ToyReward, terms: Any, prompt: Prompt, *images: Any) -> Scores:
+        asked[key := b"".join(image.tobytes() for image in images)] += 1
+        if prompt.index == 2 and asked[key] == 1:
+            raise ConnectionError("the judge is away")
+        total = tuple(x + 40.0 * i * (asked[key] - 1) for i, x in enumerate(score(self, terms, prompt, *images).total))
+        return Scores(total, {"color": total})
+
+    monkeypatch.setattr(ToyReward, "score", spoilt)
+    return asked
+
+
+def scored(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "scores.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("killed", ["controller", "trainer", "both"])
+def test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores(
+    killed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = JUDGED | {"reward__on_error": "skip", "reward__retries": 0, "save__every": 4}
+    asked = moody(monkeypatch)
+    assert go(tmp_path / "calm", **settings) is None
+    asked.clear()
+    root = tmp_path / "run"
+    dead_trainer = at(add_up_3="kill") if killed != "controller" else no_fault
+    known: list[dict[str, Any]] = []
+
+    async def kill_in_step_3(outside: Outside, groups: Groups) -> None:
+        while not (root / "scores.jsonl").exists() or scored(root)[-1]["step"] < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.37)
+        outside.kill()
+
+    if killed != "trainer":
+        left = go(root, dead_trainer, disturb=kill_in_step_3, **settings)
+        assert left is not None
+        root, known = left, scored(left)
+        with (root / "scores.jsonl").open("a") as file:
+            file.write('{"step": 5, "gro')
+    assert go(root, no_fault if known else dead_trainer, **settings) is None
+    assert summary(root)["weights_digest"] == summary(tmp_path / "calm")["weights_digest"]
+    assert logged(root) == logged(tmp_path / "calm")
+    lines = scored(root)
+    assert lines[: len(known)] == known
+    assert Counter(line["step"] for line in lines) == dict.fromkeys(range(STEPS), 4)
+    assert {line["total"] is None for line in lines} == {True, False}
+    assert len(rollbacks(root)) == (2 if killed == "both" else 1)
+    assert not known or [line for line in known if line["step"] >= rollbacks(root)[-1]], "nothing was there to reuse"
+    assert set(asked.values()) == {1}
+    assert [row for row in verify(root) if not row[1]] == []
+
+
+def test_a_checkpoint_of_another_run_comes_without_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = moody(monkeypatch)
+    settings = JUDGED | {"reward__on_error": "skip", "save__keep": 9}
+    assert go(tmp_path / "other", **settings) is None
+    asked.clear()
+    assert go(tmp_path / "run", resume=str(tmp_path / "other" / "checkpoints" / "step_4"), **settings) is None
+    assert Counter(line["step"] for line in scored(tmp_path / "run")) == {4: 4, 5: 4}
+    assert len(asked) == 2 * 4 + 2, "two steps, and the prompts of the last evaluation"

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 
+from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.config.scoring_pools import RewardPool, reward_pools, workers_key
 from async_flowrl.tickets.table import State
 from async_flowrl.types import Prompt, Scores
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.run_checks import STEPS
-from tests.support.toy import toy_config, virtual
-from tests.support.toy_pool import ListObserver, once
+from tests.support.toy import Timing, ToyRun, calm_run, toy_config, virtual
+from tests.support.toy_pool import ListObserver, ToyPool, once
 from tests.support.toy_reward import ToyReward, toy_scores
 from tests.unit.faulty_runs import always, check_recovered, disturbed
 
@@ -76,3 +78,104 @@ def test_groups_whose_reward_cannot_be_had_are_skipped_if_asked(
     assert len(found.trained) == counts[State.TRAINED]
     assert sum(line.get("tickets_skipped", 0) for line in found.lines) == len(skipped)
     assert found.staleness() == [min(step, 1) for step in range(STEPS)]
+
+
+JUDGE = "reward/judge"
+
+
+def two_terms(k: int = 1, *, judges: int | None = 1, steps: int = 6, **changes: Any) -> Config:
+    """The toy run with a second term, which has a pool of its own unless `judges` is None."""
+    config = toy_config(k, steps=steps, hand_over="stream", **changes)
+    config.reward.terms["judge"] = RewardTerm(weight=0.5, workers=judges)
+    return config
+
+
+def slow_judge(seconds: float, workers: int = 4) -> Timing:
+    """Scores of the judge's pool take so long, those of the shared pool .01 s."""
+    slow = {f"{JUDGE}-{index}": seconds / 0.01 for index in range(workers)}
+    return Timing(generate=0.5, score=0.01, update=0.25, transfer=0.01, slow=slow)
+
+
+def test_a_term_that_says_anything_of_workers_has_a_pool_of_its_own() -> None:
+    config = RewardConfig(num_workers=3, gpus_per_worker=0.25, threads=2)
+    config.terms = {
+        "a": RewardTerm(),
+        "b": RewardTerm(workers=1),
+        "c": RewardTerm(),
+        "d": RewardTerm(gpus_per_worker=0),
+    }
+    assert reward_pools(config) == (
+        RewardPool("reward", ("a", "c"), 3, 0.25, 2),
+        RewardPool("reward/b", ("b",), 1, 0.25, 2),
+        RewardPool("reward/d", ("d",), 3, 0.0, 2),
+    )
+    assert [workers_key(pool.name) for pool in reward_pools(config)][:2] == [
+        "reward.num_workers",
+        "reward.terms.b.workers",
+    ]
+    alone = RewardConfig(terms={"b": RewardTerm(threads=4)})
+    assert [pool.name for pool in reward_pools(alone)] == ["reward/b"]
+
+
+def held_out(**seat: Any) -> Config:
+    """The toy run with two evaluations by a trained and two held-out terms, one of which may have seats."""
+    config = toy_config(steps=6, evaluate__every=3)
+    config.evaluate.reward.terms = {"own": RewardTerm(**seat), "other": RewardTerm()}
+    return config
+
+
+def test_a_held_out_term_with_seats_is_scored_there_and_nowhere_else() -> None:
+    shared, own = calm_run(held_out()), virtual(held_out(workers=2))
+    assert own.digest == shared.digest
+    assert sorted(own.groups) == ["held_out/own", "reward", "rollout", "trainer"]
+    by_term = [{place: scores.by_term for place, scores in each.held_out.items()} for each in own.evaluated]
+    assert len(by_term) == 2 and all(scores.keys() == {"own", "other"} for each in by_term for scores in each.values())
+    assert by_term == [{place: scores.by_term for place, scores in each.held_out.items()} for each in shared.evaluated]
+    assert calls_of(own, "held_out/own") == 4
+    assert calls_of(own, "reward") == calls_of(shared, "reward")
+
+
+def calls_of(run: ToyRun, pool: str) -> int:
+    return sum(worker.calls["score"] for worker in run.groups[pool].everybody)
+
+
+def test_a_held_out_terms_pool_that_cannot_be_filled_again_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the only node with a place for it has gone."""
+    replaced = ToyPool.replace
+
+    async def no_seat(pool: ToyPool, index: int) -> Any:
+        if pool.workers[index].name.startswith("held_out/"):
+            pool.workers[index].kill()
+            raise DeadlineExceeded("replacing held_out/own-0", 5.0)
+        return await replaced(pool, index)
+
+    monkeypatch.setattr(ToyPool, "replace", no_seat)
+    found = virtual(held_out(workers=1), fault=once("held_out/own-0", "score", 2, "kill"))
+    assert found.digest == calm_run(held_out()).digest
+    assert [event["kind"] for event in found.observer.of("fault")] == ["WorkerDied", "PoolLost"]
+    scored = [scores for each in found.evaluated for scores in each.held_out.values()]
+    assert all("other" in scores.by_term for scores in scored)
+    said = [scores.failed["own"] for scores in scored if "own" in scores.failed]
+    assert len(said) == len(scored) - 1 and all(
+        "its worker had no replacement: DeadlineExceeded" in why.reason for why in said[1:]
+    )
+
+
+def test_the_weights_do_not_depend_on_which_pool_scores_a_term() -> None:
+    shared, own = virtual(two_terms(judges=None)), virtual(two_terms(judges=2), slow_judge(0.7))
+    assert sorted(shared.groups) == ["reward", "rollout", "trainer"]
+    assert sorted(own.groups) == ["reward", JUDGE, "rollout", "trainer"]
+    assert own.digest == shared.digest != calm_run(toy_config(hand_over="stream")).digest
+    scored = [event["worker"] for event in own.observer.of("state", state="busy")]
+    assert {f"{JUDGE}-0", f"{JUDGE}-1", "reward-0"} <= set(scored)
+
+
+def test_a_dead_worker_of_a_terms_pool_is_replaced_and_only_its_term_is_asked_again() -> None:
+    faults = {(f"{JUDGE}-0", "score", 2): "kill", (f"{JUDGE}-0.1", "score", 3): "raise"}
+    found = virtual(two_terms(), fault=lambda *call: faults.get(call))
+    assert found.digest == calm_run(two_terms()).digest
+    assert (found.groups[JUDGE].replaced, found.groups["reward"].replaced) == (1, 0)
+    assert [event["worker"] for event in found.observer.of("fault")] == [f"{JUDGE}-0", f"{JUDGE}-0.1"]
+    assert calls_of(found, JUDGE) == calls_of(found, "reward") + 2

@@ -1,5 +1,6 @@
 """Tests of DiffusionNFT and DPO against independent implementations: losses, random draws, fixed points."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, detached, draw
+from async_flowrl.algorithms.registry import build_algorithm
+from async_flowrl.config.schema import AlgorithmConfig, Config, RewardTerm
 from async_flowrl.training.forward_passes import means_of_levels
+from tests.support.peer_losses import CASES, EXPECTED, IMAGES, LEVELS, REWARDS, WEIGHTS, inputs
 from tests.unit.algorithms.algorithm_cases import SIGMAS, Network, build, final_rows, frozen, nudged
 
 
@@ -242,3 +246,46 @@ def test_training_moves_the_right_way_and_the_wrong_way(name: str, sign: float) 
     x, sigma = torch.randn(500, 4, 3), torch.full((500,), 0.9)
     predicted = [(x - 0.9 * net(x, sigma)).mean() for net in (network, reference)]
     assert sign * float(predicted[0] - predicted[1]) > 0.05
+
+
+ALL: dict[str, Any] = json.loads(EXPECTED.read_text())
+RECORDED = ALL["cases"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_are_those_of_the_peer(case: str) -> None:
+    name, ours, _ = CASES[case]
+    algorithm: Any = build(name=name, **ours)
+    batch, networks = inputs()
+    current = algorithm.predict(batch, networks["current"])
+    others = {needed: algorithm.predict(batch, frozen(networks[needed])) for needed in algorithm.needs}
+    if hasattr(algorithm, "group_terms"):
+        terms = algorithm.group_terms(batch, detached(current), others)
+        batch = replace(batch, group_means=means_of_levels(batch, terms))
+    output = algorithm.loss(batch, current, others)
+    losses, gradients = RECORDED[case]
+    assert output.loss.reshape(IMAGES, LEVELS).mean(dim=0).tolist() == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    got = torch.autograd.grad(output.loss.sum() / IMAGES, list(networks["current"].parameters()))
+    for value, expected in zip(got, map(torch.tensor, gradients), strict=True):
+        assert torch.allclose(value, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_gdpo_advantages_are_those_of_the_peer() -> None:
+    algorithm = build(combine="gdpo")
+    assert not algorithm.group_local
+    rewards = {name: [np.array(group) for group in groups] for name, groups in REWARDS.items()}
+    found = np.concatenate(algorithm.advantages(rewards, weights=WEIGHTS))
+    assert found == pytest.approx(ALL["gdpo"], abs=1e-5) and found.std() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="hand_over=batch"):
+        build(combine="gdpo", hand_over="stream")
+
+
+def test_every_case_is_recorded() -> None:
+    assert RECORDED.keys() == CASES.keys()
+
+
+def test_gdpo_needs_every_reward_of_a_group() -> None:
+    config = Config(algorithm=AlgorithmConfig(combine="gdpo"), hand_over="batch")
+    config.reward.terms = {"color": RewardTerm(), "judge": RewardTerm(required=False)}
+    with pytest.raises(ValueError, match=r"reward\.terms\.judge\.required=true"):
+        build_algorithm(config)

@@ -13,9 +13,9 @@ from async_flowrl.config.check import ConfigError, check, check_fields
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm, ServeConfig
 from async_flowrl.config.settings import BOUNDS, NOTHING, ROUNDING, WEIGHTS, rule_of, settings
 from async_flowrl.controller.resume import deciding, numerics
-from tests.support.documents import writer
+from tests.support.documents import script
 
-WRITER = writer("write_configuration")
+WRITER = script("docs/write_configuration.py")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,29 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.policies.registry import resolve_model, shapes_of
-from tests.support.families import TEXT, N, conditioning, how, latents, model_config
+from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
+from async_flowrl.rollout.diffusers_engine import DiffusersEngine
+from tests.support.families import (
+    NAMES,
+    TEXT,
+    N,
+    called,
+    conditioning,
+    denoised,
+    how,
+    latents,
+    model_config,
+    passes_by_length,
+    policy_of,
+)
 from tests.support.shared_models import SharedModels
+from tests.support.tiny import request
 
 LARGEST = {"sd3": 256}
 """Side in pixels of the largest image of a tiny model with fewer positions than 512 px need."""
@@ -52,3 +68,73 @@ def test_shapes_are_known_from_the_configurations(policy: PipelinePolicy, family
         assert dict(found.conditioning) == {name: value.shape for name, value in encoded.items()}
     with pytest.raises(ValueError, match=r"resolution must be a multiple of (16|32), got 40, nearest: 32"):
         shapes_of(model, 40)
+
+
+SIZES: list[Resolution] = [(32, 64), (96, 32), (64, 96)]
+STEPS = 3
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_ratios(
+    family: str, shared_models: SharedModels
+) -> None:
+    policy, pipeline = shared_models.policy(family), shared_models.pipeline(family)
+    positive, _ = conditioning(policy)
+    length = model_config(family).max_sequence_length
+    shifts = set()
+    for size in SIZES:
+        height, width = height_width(size)
+        sampling = replace(how(family), resolution=size, num_inference_steps=STEPS)
+        start = torch.randn(1, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
+        options = {} if length is None else {"max_sequence_length": length}
+        stock = called(
+            pipeline,
+            height=height,
+            width=width,
+            num_inference_steps=STEPS,
+            latents=policy.stock_latents(start, size),
+            output_type="latent",
+            **family_of(pipeline).guidance_arguments(sampling),
+            **options,
+        )
+        sigmas = policy.sigmas(STEPS, size)
+        assert torch.equal(pipeline.scheduler.sigmas.cpu().float(), sigmas)
+        shifts.add(float(sigmas[1]))
+        assert (denoised(policy, start, sampling, positive, None, steps=STEPS) - stock).abs().max() < 2e-5
+        assert policy.decode(stock, size).shape == (1, height, width, 3)
+        # Only a swap of rows and columns would still fit the shape.
+        turned = replace(sampling, resolution=(width, height))
+        if policy.latent_shape(size) == policy.latent_shape((width, height)):
+            wrong = policy.velocity(start, sigmas[:1], positive, None, turned)
+            assert (wrong - policy.velocity(start, sigmas[:1], positive, None, sampling)).abs().max() > 1e-3
+    assert len(shifts) == (len(SIZES) if family in ("qwen_image", "qwen_image_21", "flux", "flux2_klein") else 1)
+
+
+def test_a_prompt_is_encoded_alike_whoever_else_is(policy: PipelinePolicy, family: str) -> None:
+    together = policy.encode([TEXT, "blue"])
+    for text, found in zip([TEXT, "blue"], together, strict=True):
+        (alone,) = policy.encode([text])
+        assert found.keys() == alone.keys()
+        assert all(found[name].dtype == np.float32 and np.array_equal(found[name], alone[name]) for name in found)
+    read, shorter = together[0]["prompt_embeds"], together[1]["prompt_embeds"]
+    assert not np.array_equal(read[: len(shorter)], shorter[: len(read)])
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "sd3"], indirect=True)
+def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(
+    plain: PipelinePolicy, family: str
+) -> None:
+    """The encoders stay on the host while the rest is loaded, and hold the same weights."""
+    offloaded = policy_of(family, parts="offload")
+    assert len(offloaded.text_encoders) == {"sd3": 3, "flux": 2}.get(family, 1)
+    asked = request(N, how=how(family, cfg=4.0))
+    one = DiffusersEngine(plain).generate([asked])[0]
+    two = DiffusersEngine(offloaded, text_encoder="offload").generate([asked])[0]
+    assert np.array_equal(one.images, two.images)
+    assert one.trajectory is not None and two.trajectory is not None
+    assert np.array_equal(one.trajectory.latents, two.trajectory.latents)
+
+
+def test_guidance_makes_as_many_passes_for_every_prompt(plain: PipelinePolicy) -> None:
+    """Ranks that share a base by FSDP2 would wait for ever for one that makes fewer."""
+    assert len(set(passes_by_length(plain))) == 1

@@ -1,4 +1,4 @@
-"""Rewards as a user writes them, which the tests name by their path."""
+"""Rewards as a user writes them, which the tests name by their path, and what a worker says of images."""
 
 import asyncio
 import threading
@@ -6,10 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from async_flowrl.config.schema import RewardConfig
 from async_flowrl.rewards.base import PromptRefused
-from async_flowrl.types import ByteArray, Prompt
+from async_flowrl.rewards.reward_worker import RewardWorker
+from async_flowrl.types import ByteArray, Prompt, Scores
 
 meeting = threading.Barrier(2)
+
+
+def scored(config: RewardConfig, prompt: Prompt, *images: ByteArray) -> Scores:
+    """Scores of a group, whose images may come in several tickets, by a worker of these terms."""
+    worker = RewardWorker(config, index=0, name="reward-0")
+    try:
+        return worker.score(worker.reward.weights, prompt, *images)
+    finally:
+        worker.close()
 
 
 def constant(images: ByteArray, prompt: Prompt, value: float = 0.25) -> list[float]:

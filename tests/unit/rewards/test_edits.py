@@ -20,12 +20,12 @@ from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import ContractError, Limits, encode_image, read_request, request_body
 from async_flowrl.rewards.image_statistics import EditConsistency
 from async_flowrl.rewards.registry import check_groups, check_rewards, prompt_check
-from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import ByteArray, Prompt, Scores
 from tests.support.reward_server import served
 from tests.support.scripted_judge import Request, completion, scripted_judge
 from tests.unit.rewards import own_rewards
 from tests.unit.rewards.asked_judge import judge, pixel
+from tests.unit.rewards.own_rewards import scored
 
 OWN = "tests.unit.rewards.own_rewards"
 IMAGES = np.array([7, 9, 30], dtype=np.uint8)[:, None, None, None] * np.ones((3, 8, 12, 3), dtype=np.uint8)
@@ -45,11 +45,7 @@ def edit(tmp_path: Path) -> Prompt:
 
 
 def score(prompt: Prompt, images: ByteArray = IMAGES, **terms: RewardTerm) -> Scores:
-    worker = RewardWorker(RewardConfig(terms=terms, backoff=0.0), index=0, name="reward-0")
-    try:
-        return worker.score(worker.reward.weights, prompt, images)
-    finally:
-        worker.close()
+    return scored(RewardConfig(terms=terms, backoff=0.0), prompt, images)
 
 
 def own(name: str, **options: Any) -> RewardTerm:
@@ -116,10 +112,6 @@ def test_consistency_is_the_distance_outside_of_the_box(edit: Prompt) -> None:
     assert square.failed["edit_consistency"].refused and "8 × 8" in square.failed["edit_consistency"].reason
 
 
-async def http_scores(reward: HTTP, images: ByteArray, prompt: Prompt, sources: list[ByteArray]) -> list[Any]:
-    return await reward(images, prompt, sources)
-
-
 @pytest.mark.parametrize("encoding", ["png", "multipart"])
 @pytest.mark.parametrize("batch", ["group", "one_by_one"])
 def test_a_server_gets_sources_and_has_the_scores_of_the_run_itself(batch: str, encoding: str, edit: Prompt) -> None:
@@ -129,10 +121,10 @@ def test_a_server_gets_sources_and_has_the_scores_of_the_run_itself(batch: str, 
         scores = score(edit, http=RewardTerm(options=far))
         assert scores.total == score(edit, **terms).total == (4.0, 8.0, 10.0)
         with pytest.raises(ServerError, match=r"answered 400 .*sources=true"):
-            asyncio.run(http_scores(HTTP(url, retries=0), IMAGES, edit, []))
+            asyncio.run(HTTP(url, retries=0)(IMAGES, edit, []))
         videos = np.stack([IMAGES, IMAGES])
         mixed = HTTP(url, sources=True, video=True, retries=0, batch=batch, encoding=encoding)
-        found = asyncio.run(http_scores(mixed, videos, edit, [np.full((4, 4, 3), 9, np.uint8)]))
+        found = asyncio.run(mixed(videos, edit, [np.full((4, 4, 3), 9, np.uint8)]))
         assert [each["score"] for each in found] == pytest.approx([(5 + 9 + 9) / 3] * 2), "mean of the frames"
 
 
@@ -140,15 +132,15 @@ def test_a_source_beyond_the_limit_of_a_server_is_sent_smaller(edit: Prompt, mon
     monkeypatch.setattr(Limits, "pixels", 100)
     seen: list[tuple[int, ...]] = []
 
-    def scored(images: ByteArray, prompt: Prompt, sources: list[ByteArray]) -> list[float]:
+    def score_them(images: ByteArray, prompt: Prompt, sources: list[ByteArray]) -> list[float]:
         seen.extend(source.shape for source in sources)
         return [0.0] * len(images)
 
-    scored.sources = True  # type: ignore[attr-defined]
-    with served(scored) as url:
+    score_them.sources = True  # type: ignore[attr-defined]
+    with served(score_them) as url:
         reward = HTTP(url, sources=True, retries=0)
         sources = [np.zeros((16, 24, 3), np.uint8), np.zeros((5, 20, 3), np.uint8), np.zeros((15, 14, 3), np.uint8)]
-        assert asyncio.run(http_scores(reward, IMAGES, edit, sources)) == [0.0] * 3
+        assert asyncio.run(reward(IMAGES, edit, sources)) == [0.0] * 3
     assert seen == [(8, 12, 3), (5, 20, 3), (10, 9, 3)]
     large = replace(edit, images=edit.images[1:])
     reward.check(large)
@@ -160,7 +152,7 @@ def test_a_source_beyond_the_limit_of_a_server_is_sent_smaller(edit: Prompt, mon
 def test_servers_that_know_no_sources_refuse_them_by_name(edit: Prompt) -> None:
     refused = pytest.raises(ServerError, match=r"answered 400 .*sources=false")
     with served(lambda images, prompt: [0.0] * len(images)) as url, refused:
-        asyncio.run(http_scores(HTTP(url, sources=True, retries=0), IMAGES, edit, [IMAGES[0]]))
+        asyncio.run(HTTP(url, sources=True, retries=0)(IMAGES, edit, [IMAGES[0]]))
     assert json.loads(request_body([b""], [{"text": "a", "sources": 1}]))["version"] == 3
     assert json.loads(request_body([b""], [{"text": "a"}]))["version"] == 1
 
@@ -173,15 +165,15 @@ def test_each_prompt_of_a_request_has_its_own_sources() -> None:
     assert [len(request.prompts), request.sources, request.frames] == [2, [1, 2], None]
     calls: list[tuple[int, list[int]]] = []
 
-    def scored(images: ByteArray, prompt: Prompt, sources: list[ByteArray]) -> list[float]:
+    def score_them(images: ByteArray, prompt: Prompt, sources: list[ByteArray]) -> list[float]:
         assert [image.size for image in prompt.images] == [source.shape[:2] for source in sources]
         calls.append((len(images), [int(source[0, 0, 0]) for source in sources]))
         return [0.0] * len(images)
 
-    scored.sources = True  # type: ignore[attr-defined]
-    warm_up(scored, "a")
+    score_them.sources = True  # type: ignore[attr-defined]
+    warm_up(score_them, "a")
     assert calls.pop() == (1, [128])
-    with served(scored) as url:
+    with served(score_them) as url:
         import httpx
 
         assert httpx.post(f"{url}/v1/score", json=fields).json()["scores"] == [0.0, 0.0]

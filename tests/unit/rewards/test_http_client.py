@@ -10,9 +10,9 @@ import pytest
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.rewards.reward_worker import RewardWorker
 from tests.support.lying_server import JSON, answer, lying
 from tests.unit.rewards.http_calls import PROMPT, ask, call, images, scores
+from tests.unit.rewards.own_rewards import scored
 
 
 def test_scores_and_extras() -> None:
@@ -153,7 +153,5 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_a_failing_server_is_a_failure_and_never_a_score() -> None:
     with lying(answer("500 Internal Server Error")) as server:
         options = {"url": server.url, "retries": 0}
-        worker = RewardWorker(RewardConfig(terms={"http": RewardTerm(options=options)}), index=0, name="reward-0")
-        scored = worker.score(worker.reward.weights, PROMPT, images())
-        worker.close()
-    assert not scored.by_term and "500" in scored.failed["http"].reason
+        found = scored(RewardConfig(terms={"http": RewardTerm(options=options)}), PROMPT, images())
+    assert not found.by_term and "500" in found.failed["http"].reason

@@ -1,19 +1,32 @@
 """Tests of the shipped reward and data groups: each composes, builds, and accepts its own prompts."""
 
+import importlib
+import re
+import runpy
 import shlex
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from PIL import Image
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import load_data
-from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards
-from async_flowrl.types import Prompt
+from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards, is_deterministic
+from async_flowrl.types import Prompt, Scores
+from tests.unit.rewards.own_rewards import scored
 
 GROUPS = sorted(path.stem for path in (config_dir() / "reward").glob("*.yaml"))
 
@@ -53,3 +66,119 @@ def test_the_command_line_of_the_custom_reward_example(monkeypatch: pytest.Monke
     config = compose_config(mode, overrides)
     assert (config.name, build_reward(config.reward).weights) == ("sharpness", {"sharp": 1.0})
     assert config.reward.terms["sharp"].options == {"scale": 10.0}
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def prepare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["write_parquet.py", *arguments])
+    runpy.run_path(str(EXAMPLES / "ocr" / "write_parquet.py"), run_name="__main__")
+
+
+def test_prepare_writes_both_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(monkeypatch, "--out", str(tmp_path), "--negative", "blurry")
+    config = DataConfig(train=str(tmp_path / "train.parquet"), evaluation=str(tmp_path / "test.parquet"))
+    train = load_data(config, needs_target=True).train
+    test = load_data(config, needs_target=True).evaluation
+    assert (len(train), len(test)) == (200, 40)
+    assert all(prompt.target in prompt.text for prompt in train if prompt.target)
+    assert {prompt.negative for prompt in [*train, *test]} == {"blurry"}
+    assert all(prompt.system and prompt.system.startswith("Describe the image") for prompt in train)
+
+
+def test_custom_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "custom_reward"))
+    terms = {
+        "sharp": RewardTerm(name="sharpness:sharpness", options={"scale": 2.0}),
+        "judge": RewardTerm(name="sharpness:Judge", weight=0.5),
+    }
+    config = RewardConfig(terms=terms)
+    flat = np.full((8, 8, 3), 255, dtype=np.uint8)
+    stripes = np.tile(np.array([0, 255], dtype=np.uint8)[None, :, None], (8, 4, 3))
+    scores = scored(config, Prompt(0, "stripes"), np.stack([flat, stripes]))
+    assert scores.by_term == {"sharp": (0.0, 1.0), "judge": (1.0, 0.5)}
+    assert not is_deterministic(config)
+
+
+def test_edits_of_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "editing"))
+    shapes = importlib.import_module("shapes")
+    shapes.write(tmp_path, 2)
+    for prompt in load_data(DataConfig(train=str(tmp_path / "edits.jsonl")), needs_target=True).train:
+        source = np.asarray(Image.open(prompt.images[0].path))
+        left, top, right, bottom = prompt.metadata["edit_box"]
+        edited = source.copy()
+        edited[top:bottom, left:right] = shapes.COLORS[prompt.target]
+        before, after = shapes.square_color(np.stack([source, edited]), prompt, [source])
+        assert after == 1.0 > before
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "extending" / "reward.md"
+BLOCKS = dict(re.findall(r"^<!-- reward: (\w+) -->\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+PROMPT = Prompt(0, "a red wall")
+IMAGES = np.random.RandomState(0).randint(0, 256, (4, 8, 8, 3)).astype(np.uint8)
+
+
+def score(name: str, **options: Any) -> Scores:
+    """Scores by the block's reward, which is imported by its path as a user's is."""
+    module = ModuleType(f"page_{name}")
+    exec(BLOCKS[name], vars(module))
+    sys.modules[module.__name__] = module
+    config = RewardConfig(terms={"mine": RewardTerm(name=f"{module.__name__}:{name}", options=options)}, backoff=0.0)
+    try:
+        scores = scored(config, PROMPT, IMAGES)
+        assert not scores.failed, scores.failed["mine"].traceback
+        return scores
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_groupwise() -> None:
+    means = IMAGES.mean(axis=(1, 2)) / 255
+    assert score("redness").total == pytest.approx(means[:, 0] - means[:, 1:].mean(axis=1))
+
+
+def test_pointwise_with_extras() -> None:
+    scores = score("Exposure", target=0.4)
+    light = scores.extras["mine"]["mean_light"]
+    assert light == pytest.approx(IMAGES.mean(axis=(1, 2, 3)) / 255)
+    assert scores.total == pytest.approx([-abs(float(x) - 0.4) for x in light])
+    assert set(scores.extras["mine"]["verdict"]) == {"bright"}
+
+
+def test_async() -> None:
+    assert score("Patient").total == pytest.approx(10 / (1 + IMAGES.reshape(4, -1).std(axis=1)))
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A judge that is busy the first time: it answers the first byte of the image."""
+    requests = count()
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            number = next(requests)
+            body = self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(503 if number == 0 else 200)
+            self.end_headers()
+            self.wfile.write(b'{"score": %d}' % body[0])
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    thread = threading.Thread(target=served.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{served.server_port}/judge"
+    served.shutdown()
+    thread.join()
+    served.server_close()
+
+
+def test_remote(server: str) -> None:
+    pytest.importorskip("httpx")
+    scores = score("Remote", url=server)
+    assert scores.total == tuple(float(image[0, 0, 0]) for image in IMAGES)
+    assert scores.retries == {"mine": 1}

@@ -15,6 +15,7 @@ from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.registry import REWARDS, build_reward, check_rewards, is_deterministic
 from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
+from tests.unit.rewards.own_rewards import scored
 
 PROMPT = Prompt(3, 'red "abc"', target="abc")
 IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None] * np.ones((4, 8, 8, 3), dtype=np.uint8)
@@ -29,11 +30,7 @@ def terms(**names: str | RewardTerm) -> RewardConfig:
 
 
 def score(config: RewardConfig, *images: np.ndarray[Any, Any]) -> Scores:
-    worker = RewardWorker(config, index=0, name="reward-0")
-    try:
-        return worker.score(worker.reward.weights, PROMPT, *(images or (IMAGES,)))
-    finally:
-        worker.close()
+    return scored(config, PROMPT, *(images or (IMAGES,)))
 
 
 def test_the_total_is_the_weighted_sum_and_parts_are_unweighted() -> None:

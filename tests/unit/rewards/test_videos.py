@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,9 @@ from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import ContractError, Limits, read_request, request_body
 from async_flowrl.rewards.image_statistics import flicker, motion
 from async_flowrl.rewards.registry import check_groups
-from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import ByteArray, Prompt, Scores
 from tests.support.reward_server import served
+from tests.unit.rewards.own_rewards import scored
 
 OWN = "tests.unit.rewards.own_rewards"
 PROMPT = Prompt(0, "a cat")
@@ -27,12 +26,7 @@ VIDEOS = FRAMES[:, :, None, None, None] * np.ones((2, 5, 8, 8, 3), dtype=np.uint
 
 def score(name: str, images: ByteArray = VIDEOS, options: dict[str, Any] | None = None, **settings: Any) -> Scores:
     term = RewardTerm(name=f"{OWN}:{name}", options=options or {})
-    config = replace(RewardConfig(terms={"mine": term}, backoff=0.0), **settings)
-    worker = RewardWorker(config, index=0, name="reward-0")
-    try:
-        return worker.score(worker.reward.weights, PROMPT, images[:1], images[1:])
-    finally:
-        worker.close()
+    return scored(RewardConfig(terms={"mine": term}, backoff=0.0, **settings), PROMPT, images[:1], images[1:])
 
 
 @pytest.mark.parametrize(
@@ -92,17 +86,13 @@ def test_a_server_gets_videos_and_has_the_scores_of_the_run_itself(batch: str, e
     config = RewardConfig(terms={"motion": RewardTerm()})
     with served(scorer(config)) as url:
         http = HTTP(url, video=True, frames=3, batch=batch, encoding=encoding, retries=0)
-        assert asyncio.run(http_scores(http, videos)) == list(motion(videos[:, ::2], PROMPT))
+        assert asyncio.run(http(videos, PROMPT)) == list(motion(videos[:, ::2], PROMPT))
         with pytest.raises(ServerError, match="set video=true"):
-            asyncio.run(http_scores(HTTP(url, retries=0), videos[:, 0]))
-        assert asyncio.run(http_scores(http, videos[:, :1])) == [0.0] * 3, "videos of one frame"
+            asyncio.run(HTTP(url, retries=0)(videos[:, 0], PROMPT))
+        assert asyncio.run(http(videos[:, :1], PROMPT)) == [0.0] * 3, "videos of one frame"
     with served(scorer(RewardConfig(terms={"mine": RewardTerm(name=f"{OWN}:first_pixel_of_one")}, frames=2))) as url:
-        found = asyncio.run(http_scores(HTTP(url, video=True, retries=0), videos))
+        found = asyncio.run(HTTP(url, video=True, retries=0)(videos, PROMPT))
         assert [each["score"] for each in found] == [220.0] * 3, "its own reward.frames"
-
-
-async def http_scores(reward: HTTP, videos: ByteArray) -> list[Any]:
-    return await reward(videos, PROMPT)
 
 
 def test_servers_of_images_refuse_videos_by_name() -> None:
@@ -110,7 +100,7 @@ def test_servers_of_images_refuse_videos_by_name() -> None:
     with served(lambda images, prompt: [0.0] * len(images)) as url:
         for videos in (VIDEOS, VIDEOS[:, :1]):
             with pytest.raises(ServerError, match="videos"):
-                asyncio.run(http_scores(HTTP(url, video=True, retries=0), videos))
+                asyncio.run(HTTP(url, video=True, retries=0)(videos, PROMPT))
     fields = json.loads(request_body([b""] * 4, ["a cat"], 2))  # type: ignore[list-item]
     assert fields["version"] == 2 and fields["frames"] == 2
     assert json.loads(request_body([b""] * 4, ["a cat"]))["version"] == 1  # type: ignore[list-item]

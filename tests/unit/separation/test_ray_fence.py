@@ -1,5 +1,6 @@
 """Tests of a worker's watch over Ray's head: it ends itself if, and only if, the head is silent for long enough."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -12,7 +13,13 @@ import psutil
 import pytest
 
 from separation import head_watchdog
-from separation.head_watchdog import DRIVER_SHARE_OF_PATIENCE, FENCE_SHARE_OF_PATIENCE, keep_in_touch
+from separation.head_watchdog import (
+    DRIVER_SHARE_OF_PATIENCE,
+    FENCE_SHARE_OF_PATIENCE,
+    HeadLost,
+    keep_in_touch,
+    watch_address,
+)
 from separation.processes import kill_remaining
 
 SECONDS = 0.2
@@ -95,3 +102,22 @@ def test_it_ends_at_once_and_with_what_it_started_though_its_log_takes_nothing_m
 def test_the_driver_gives_the_head_up_first() -> None:
     """So that a run without its head says that, instead of naming workers that died."""
     assert DRIVER_SHARE_OF_PATIENCE < FENCE_SHARE_OF_PATIENCE < 1
+
+
+def test_a_head_that_is_gone_for_long_enough_is_named() -> None:
+    async def scenario() -> tuple[str, bool, float]:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        watch = asyncio.create_task(watch_address("127.0.0.1", port, 0.4))
+        await asyncio.sleep(1.0)
+        survived = not watch.done()
+        server.close()
+        await server.wait_closed()
+        gone = asyncio.get_running_loop().time()
+        with pytest.raises(HeadLost) as lost:
+            await asyncio.wait_for(watch, 30)
+        return str(lost.value), survived, asyncio.get_running_loop().time() - gone
+
+    sentence, survived, after = asyncio.run(scenario())
+    assert survived and after >= 0.2
+    assert "was out of reach for 0.4 s" in sentence and "resume=auto" in sentence

@@ -1,5 +1,7 @@
 """Tests of the real controller with `placement=shared`, in virtual time: weights, turns and faults."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -8,8 +10,17 @@ import torch
 
 from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
-from tests.support.toy_pool import Timing, no_fault
-from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer
+from tests.support.toy import Disturbance
+from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault, once
+from tests.support.toy_recovery import (
+    Disturb,
+    events,
+    logged,
+    rollbacks,
+    run_controller,
+    summary,
+)
+from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, shared_config, shared_toys
 from tests.unit.shared.shared_runs import MODES, check, first, shared
 
 
@@ -92,7 +103,7 @@ def test_one_worker_hides_the_time_of_rewards() -> None:
     ("victim", "method"), [(0, "generate"), (1, "train"), (0, "add_up"), (1, "take_step"), (0, "keep_local")]
 )
 def test_the_death_of_a_process_ends_the_attempt_by_name(victim: int, method: str) -> None:
-    """Also of one whose trainer rank has nothing to do. The run then goes on (test_shared_recovery.py)."""
+    """Also of one whose trainer rank has nothing to do. The run then goes on (test_shared_runs.py)."""
     with pytest.raises(WorkerDied, match=f"trainer-{victim} died"):
         shared("one step off", 2, first(f"shared-{victim}", method, "kill", after=1))
 
@@ -116,3 +127,153 @@ def test_a_worker_that_has_made_other_weights_ends_the_run_by_name() -> None:
     said = "trainer-1 made other weights of version 2 than the first rank: .* wrong bytes in layer.lora_B.weight"
     with mock.patch.object(ToySharedTrainer, "take_step", spoilt), pytest.raises(WorkerFailed, match=said):
         shared("one step off", 2)
+
+
+SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
+
+
+def ran(
+    root: Path,
+    workers: int,
+    *faults: Fault,
+    k: int = 1,
+    observer: ListObserver | None = None,
+    disturb: Disturb | None = None,
+    timing: Timing = SHAKEN,
+    **changes: Any,
+) -> Path:
+    """Returns `root`, in which a run or a part of it was made; `disturb` runs beside the controller."""
+    config = shared_config(k, workers, hand_over="stream", **{"save__every": 2, "resume": "auto", **changes})
+    config.output_dir = str(root)
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        return next((what for one in faults if (what := one(worker, method, number))), None)
+
+    world = World(timing, fault, observer or ListObserver())
+    with shared_toys():
+        assert run_controller(config, root, world, disturb=disturb) is None
+    return root
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of one process."""
+    return ran(tmp_path_factory.mktemp("calm") / "run", 1)
+
+
+PLACES = ("generate", "train", "add_up", "take_step", "stage", "keep_local", "kept_state", "save")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("workers", "faults"),
+    [
+        *((2, [first("shared-0", place, "kill", after=1)]) for place in PLACES),
+        *((3, [first("shared-1", place, "kill", after=1)]) for place in PLACES[:4]),
+        (1, [once("shared-0", "generate", 14, "kill")]),
+        (1, [once("shared-0", "add_up", 4, "kill")]),
+        (1, [once("shared-0", "save", 2, "kill")]),
+        (2, [once("shared-0", "generate", 9, "hang")]),
+        (3, [once("shared-1", "keep_local", 2, "hang")]),
+        (2, [once("shared-0", "add_up", 4, "kill"), once("shared-0.1", "take_step", 1, "kill")]),
+        (3, [once("shared-0", "take_step", 4, "kill"), once("shared-2", "train", 3, "kill")]),
+        (2, [once("shared-0", "take_step", 4, "kill"), once("shared-1", "take_step", 4, "kill")]),
+        (3, [once("shared-1", "generate", 3, "kill"), once("shared-1.1", "load", 2, "kill")]),
+        (2, [once("shared-1", "generate", 6, "kill"), once("shared-0.1", "take_over", 1, "kill")]),
+    ],
+)
+def test_the_weights_are_the_same_whoever_dies(tmp_path: Path, calm: Path, workers: int, faults: list[Fault]) -> None:
+    found = ran(tmp_path / "found", workers, *faults)
+    assert summary(found)["weights_digest"] == summary(calm)["weights_digest"]
+    assert logged(found) == logged(calm)
+    assert rollbacks(found) and len(events(found, "fault")) >= len(faults)
+
+
+def test_at_most_the_step_under_way_and_the_one_whose_state_was_not_kept_are_trained_again(tmp_path: Path) -> None:
+    """A death at the end of each step: every attempt begins at one of the two newest versions."""
+    for number in range(1, 7):
+        root = ran(tmp_path / f"run{number}", 2, once("shared-1", "take_step", number, "kill"))
+        assert rollbacks(root) in ([number - 1], [max(0, number - 2)])
+
+
+EVALUATED = {"evaluate__every": 1, "evaluate__before_training": True}
+AHEAD = [mode for mode, settings in MODES.items() if settings["k"] > 0]
+
+
+def stuck(first: int, last: float) -> Fault:
+    """The reward's calls of these numbers, over all its workers, never end."""
+    seen = [0]
+
+    def fault(worker: str, method: str, number: int) -> str | None:
+        if not worker.startswith("reward") or method != "score":
+            return None
+        seen[0] += 1
+        return "hang" if first <= seen[0] <= last else None
+
+    return fault
+
+
+def losing(step: int, payload: int) -> Disturbance:
+    """Loses the images (0) or the trajectory (1) of a ticket of `step` while that is trained and step + 1 is made."""
+
+    async def lose(ctx: Any, groups: Any) -> None:
+        while True:
+            live = [ticket for ticket in ctx.table.live() if ticket.kind == "train"]
+            due = [t for t in live if t.step == step == ctx.table.step and t.payload]
+            if due and any(t.step == step + 1 and str(t.state) == "RUNNING" for t in live):
+                due[-1].payload[payload].lost = True
+                return
+            await asyncio.sleep(0.05)
+
+    return lose
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_evaluation_is_due_at_every_step(mode: str) -> None:
+    found = shared(mode, 1, **EVALUATED)
+    check(found, mode, **EVALUATED)
+    assert len(found.evaluated) == 7
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_an_evaluation_keeps_its_share_of_a_process_that_always_has_other_tickets(mode: str) -> None:
+    """Every fourth ticket is of the evaluation, which has two."""
+    found = shared(mode, 1, timing=Timing(generate=1.0, update=0.01, score=0.01), evaluate__every=3)
+    given = [(event["time"], kind) for kind in ("train", "evaluation") for event in found.tickets("RUNNING", kind=kind)]
+    kinds = [kind for _, kind in sorted(given)]
+    places = [place for place, kind in enumerate(kinds) if kind == "evaluation"]
+    assert len(places) == 4, "two evaluations, one of them when the training has ended"
+    assert places[1] - places[0] == 4
+    begun = found.tickets("PENDING", kind="evaluation")[0]["time"]
+    assert sum(begun < time < sorted(given)[places[0]][0] for time, _ in given) <= 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reward_is_stuck_and_comes_back(mode: str) -> None:
+    """It is asked again; what can be sampled and trained meanwhile is."""
+    found = shared(mode, 1, stuck(5, 6), deadlines__score=5.0, reward__retries=3)
+    check(found, mode)
+    assert len(found.observer.of("injected")) == 2
+    assert found.groups["reward"].replaced == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reward_that_is_stuck_for_good_ends_the_run_by_name(mode: str) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"score: .* was not done within its deadline of 5 s"):
+        shared(mode, 1, stuck(5, float("inf")), deadlines__score=5.0, reward__retries=2)
+
+
+@pytest.mark.parametrize("payload", [0, 1], ids=["images", "trajectory"])
+@pytest.mark.parametrize("mode", AHEAD)
+def test_a_payload_of_a_step_is_lost_while_the_next_is_made(mode: str, payload: int) -> None:
+    """The ticket is made again by the only worker, before those of the next step that it was given ahead."""
+    found = shared(mode, 1, disturb=losing(2, payload))
+    check(found, mode)
+    assert found.table.retried == 1
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_all_of_it_at_once(mode: str) -> None:
+    found = shared(mode, 1, stuck(12, 13), disturb=losing(2, 1), deadlines__score=5.0, reward__retries=3, **EVALUATED)
+    check(found, mode, **EVALUATED)
+    assert len(found.evaluated) == 7 and found.table.retried == 1
