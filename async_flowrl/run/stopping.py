@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -85,6 +86,7 @@ def sigterm_ends() -> Iterator[None]:
 
     def end(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # What is ended must not be interrupted.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # of one that had not begun
         say("async_flowrl: ended by SIGTERM before the first step\n", sys.stderr)
         raise SystemExit(exit_codes.RESUMABLE)
 

@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +25,15 @@ def sound(folder: Path) -> list[int]:
     for path in found:
         verify_checkpoint(path)
     return sorted(int(path.name.removeprefix("step_")) for path in found)
+
+
+def test_sigterm_just_before_a_run_begins_is_answered_by_one_line() -> None:
+    program = (
+        "import os, signal\nfrom async_flowrl.run.stopping import sigterm_ends\nasync def train(): ...\n"
+        "def run(begun): os.kill(os.getpid(), signal.SIGTERM)\nwith sigterm_ends(): run(train())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == exit_codes.RESUMABLE and len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
 @pytest.mark.slow
