@@ -31,7 +31,8 @@ from async_flowrl.observability.summary import (
 )
 from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.observability.timeline import write_timeline
-from async_flowrl.policies.registry import ResolvedModel
+from async_flowrl.policies.checked import in_diffusers
+from async_flowrl.policies.registry import FAMILIES, ResolvedModel, load_family
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rewards.call import MAX_PROMPT
 from async_flowrl.run.prepare import Prepared
@@ -278,6 +279,8 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
         )
     if ending.prepared.model.random:
         return "the same with model.weights=files: what random weights have learned is of no use"
+    if (name := ending.prepared.model.family) not in FAMILIES and not in_diffusers(load_family(name).pipeline):
+        return f"async-flowrl export {root} OUT"  # nothing else than this package can sample
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
     own = prompts[0].resolution
     size = "" if own is None else f" --resolution {written(with_frames(own, ending.prepared.config.rollout.frames))}"

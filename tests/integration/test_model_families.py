@@ -123,7 +123,7 @@ def test_the_digest_is_one_in_every_mode(family: str, mode: str, tune: str, tmp_
     assert whole.column("log_prob_gap")[0] < 1e-6
 
 
-def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
+def test_videos_with_a_family_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Latents [channels, frames, h, w] pass through steps, log-probs, payloads, batching and delivery."""
     model = [f"model.path={build_video(tmp_path / 'model')}", "model.family=tests.support.video:VideoFamily"]
     run = train(
@@ -136,6 +136,8 @@ def test_videos_with_a_family_of_ones_own(tmp_path: Path) -> None:
         "reward=jpeg_compressibility",
     )
     check(run, 5)
+    out = capsys.readouterr().out
+    assert "async-flowrl export" in out and "async-flowrl generate" not in out, "diffusers has no such pipeline"
     assert run.summary["tickets"]["trained"] == run.summary["tickets"]["issued"] == 20
     # Two images, and their latents at the six points of five trained steps.
     sizes = {event["bytes"] for event in run.events if event["event"] == "span" and "bytes" in event}
