@@ -2,13 +2,17 @@
 
 import json
 import math
+import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.ocr import text_score
-from tests.support.scripted_judge import Request, ScriptedJudge, completion
+from async_flowrl.types import Prompt
+from tests.support.scripted_judge import Request, ScriptedJudge, completion, http, scripted_judge
 from tests.unit.rewards.asked_judge import IMAGES, PROMPT, ask, by_pixel, judge, pixel, scores
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -117,3 +121,102 @@ def test_a_video_is_one_question_with_several_of_its_frames(server: ScriptedJudg
         assert " 3 " in request["messages"][-1]["content"][-1]["text"]
     with pytest.raises(ValueError, match="images=group"):
         judge(server, video=True, images="group")
+
+
+def test_nothing_is_asked_twice(server: ScriptedJudge, tmp_path: Path) -> None:
+    server.behaviour = by_pixel
+    first = judge(server, range=[0, 4])
+    first.keep_in(tmp_path)
+    before = ask(first, IMAGES)
+    server.behaviour = lambda request: completion('{"score": 4}')
+    resumed = judge(server, range=[0, 4])
+    resumed.keep_in(tmp_path)
+    after = ask(resumed, IMAGES)
+    assert [r["score"] for r in after] == [r["score"] for r in before] == [0.0, 0.25, 0.5, 0.75]
+    assert [r["text"] for r in after] == [r["text"] for r in before]
+    assert ([r["cached"] for r in before], [r["cached"] for r in after]) == ([0.0] * 4, [1.0] * 4)
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"model": "larger"}, {"version": "2"}, {"prompt_template": "{prompt}?"}, {"temperature": 0.5}, {"range": [0, 5]}],
+    ids=str,
+)
+def test_another_judge_is_asked_anew(server: ScriptedJudge, tmp_path: Path, other: dict[str, Any]) -> None:
+    server.behaviour = lambda request: completion('{"score": 1}')
+    ask(judge(server, cache=str(tmp_path)))
+    ask(judge(server, cache=str(tmp_path), **other))
+    assert len(server.requests) == 2
+    ask(judge(server, cache=str(tmp_path)), prompt=Prompt(0, "another prompt"))
+    ask(judge(server, cache=str(tmp_path)), images=IMAGES[:1].reshape(1, 6, 8, 3))
+    assert len(server.requests) == 4
+    ask(judge(server, cache=str(tmp_path), base_url="http://127.0.0.1:9/v1"))
+
+
+def test_equal_images_of_a_group_are_asked_once(server: ScriptedJudge) -> None:
+    assert scores(judge(server), IMAGES[[0, 1, 0, 0]]) == [0.7] * 4
+    assert len(server.requests) == 2
+
+
+def test_what_was_answered_before_a_failure_is_kept(server: ScriptedJudge, tmp_path: Path) -> None:
+    server.behaviour = lambda request: completion("?") if pixel(request) == 80 else by_pixel(request)
+    reward = judge(server, range=[0, 4], cache=str(tmp_path))
+    with pytest.raises(ServerError, match=r"is no JSON: '\?' \(1 of 4 calls failed\)"):
+        ask(reward, IMAGES)
+    server.behaviour = by_pixel
+    assert scores(judge(server, range=[0, 4], cache=str(tmp_path)), IMAGES) == [0.0, 0.25, 0.5, 0.75]
+    assert len(server.requests) == 5
+
+
+def test_a_line_that_a_kill_left_unfinished_is_asked_again(server: ScriptedJudge, tmp_path: Path) -> None:
+    ask(judge(server, cache=str(tmp_path)), IMAGES[:2])
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_bytes(path.read_bytes()[:-7])
+    assert len(scores(judge(server, cache=str(tmp_path)), IMAGES[:2])) == 2
+    assert len(server.requests) == 3
+    path.write_text("not a line of ours\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: byte 0 begins no kept reply; delete the file")):
+        ask(judge(server, cache=str(tmp_path)))
+
+
+LIES = {
+    "NaN": (completion('{"score": NaN}'), "is no JSON"),
+    "out of range": (completion('{"score": 11}'), r"answered 11, outside of 0 \.\. 10"),
+    "a word": (completion('{"score": "7"}'), "'7' where a number was due"),
+    "thoughts": (completion('<think>a cup</think>{"score": 6}'), """is no JSON: .*; after='"score":' would read"""),
+    "another key": (completion('{"rating": 7}'), "has no 'score'"),
+    "half an answer": (completion('{"score": 7', reason="length"), "no JSON, cut off at max_tokens"),
+    "nothing": (completion(None), "gave no text"),
+    "filtered": (completion("", reason="content_filter"), "finish_reason 'content_filter'"),
+    "refused": (http('{"error": "bad key sk-secret"}', "401 Unauthorized"), r"401 Unauthorized: .*bad key \*\*\*"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_an_error_and_is_not_asked_again(
+    server: ScriptedJudge, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    response, message = LIES[name]
+    server.behaviour = lambda request: response
+    with pytest.raises(ServerError, match=message) as error:
+        ask(judge(server, api_key_env="JUDGE_KEY"))
+    assert "\n" not in str(error.value)
+    assert "sk-secret" not in str(error.value)
+    assert len(server.requests) == 1
+
+
+def test_a_model_that_thinks_aloud_is_read_behind_the_name_of_the_score(server: ScriptedJudge) -> None:
+    server.behaviour = lambda request: completion('<think>{"score": 1}? no</think>\n{"score": 6, "why": "a cup"}')
+    assert scores(judge(server, after='"score":')) == [0.6]
+
+
+def test_replicas_take_turns_and_stand_in_for_each_other(server: ScriptedJudge) -> None:
+    server.behaviour = by_pixel
+    with scripted_judge(by_pixel) as second:
+        reward = judge(server, base_url=[server.url, second.url], range=[0, 4])
+        assert scores(reward, np.stack([np.full((8, 6, 3), n * 10, np.uint8) for n in range(16)])) != []
+        assert server.requests
+        assert second.requests
+    assert scores(reward, IMAGES) == [0.0, 0.25, 0.5, 0.75]
