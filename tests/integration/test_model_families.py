@@ -220,17 +220,12 @@ def test_placements_workers_and_a_resume_make_the_same_weights(separate: Run, tm
 def test_what_is_exported_is_for_the_model_in_its_files(separate: Run, tmp_path: Path) -> None:
     assert export.main([str(separate.root), str(tmp_path / "out"), "--merged"]) == 0
     assert "quantised to nf4" in (tmp_path / "out" / "README.md").read_text()
-    base, merged = (
-        StoredWeights(path, dtype=torch.float32) for path in (plain_folder(separate), str(tmp_path / "out" / "merged"))
-    )
+    plain = resolve_model(read_config(separate.root / "config.yaml").model).path
+    base, merged = (StoredWeights(path, dtype=torch.float32) for path in (plain, str(tmp_path / "out" / "merged")))
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert base.keys() == merged.keys() and changed
     assert all(".weight" in name and "transformer_blocks" in name for name in changed)
     assert max(float((base[name] - merged[name]).abs().max()) for name in changed) < 0.1
-
-
-def plain_folder(run: Run) -> str:
-    return resolve_model(read_config(run.root / "config.yaml").model).path
 
 
 @pytest.mark.slow

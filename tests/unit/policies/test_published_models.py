@@ -124,7 +124,8 @@ def test_its_lora_has_the_layers_and_the_shapes_of_its_network(name: str) -> Non
     family = family_of(architecture)
     table = {"pos_embed_max_size": 16} if architecture.family == "sd3" else {}  # which takes long to compute
     network = family.network({**architecture.transformer, **table}, torch.bfloat16, architecture.boundary_ratio)
-    shapes = {layer: tuple(module.weight.shape) for layer, module in network.named_modules() if is_linear(module)}
+    linear = [(layer, module) for layer, module in network.named_modules() if isinstance(module, nn.Linear)]
+    shapes = {layer: tuple(module.weight.shape) for layer, module in linear}
     policy = family.policy_of(network, None, architecture.vae, dtype=torch.bfloat16)
     attach_lora(network, LoraConfig(rank=1, alpha=1.0), policy)
     adapted = set(lora_modules(network))
@@ -134,10 +135,6 @@ def test_its_lora_has_the_layers_and_the_shapes_of_its_network(name: str) -> Non
     found = {layer: tuple(parameter.shape) for layer, parameter in lora_parameters(network).items()}
     assert found == expected
     assert (len(adapted), sum(sum(shapes[layer]) for layer in adapted)) == ADAPTED[name]
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if architectures()[name].family != "wan_image"])
