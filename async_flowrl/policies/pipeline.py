@@ -558,7 +558,7 @@ class PipelinePolicy(ABC):
 
     def whole(self, purpose: str) -> Any:
         if self.pipeline is None:
-            raise RuntimeError(f"this process loaded only the transformer and cannot {purpose}")
+            raise RuntimeError(f"`load` made this policy without a pipeline, so it cannot {purpose}")
         return self.pipeline
 
     @classmethod
