@@ -5,9 +5,11 @@ host_per_process/sitecustomize.py), and the ranks talk over sockets on the loopb
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_first_hour.sizes import AT_ONCE
 from benchmarks.gpu_first_hour.task import Task
 
 HOSTS = Path(__file__).parent / "host_per_process"
@@ -46,14 +48,18 @@ def one_card(task: Task) -> None:
     """
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     between_processes(task)
-    made: dict[str, Any] = {}
-    for left, (name, words) in zip(range(len(RUNS), 0, -1), RUNS.items(), strict=True):
-        transport, ranks = name.partition(",")[0], 4 if words is FOUR else 2
-        settings = (*words, f"checkpoint_engine.transport={transport}", "total_steps=8")
-        made[name] = task.train(name, *settings, most=task.left / left, **environment(ranks))
-        fallbacks = made[name]["sync"].get("fallbacks") if made[name] else None
+
+    def train(name: str) -> Any:
+        transport, ranks = name.partition(",")[0], 4 if RUNS[name] is FOUR else 2
+        settings = (*RUNS[name], f"checkpoint_engine.transport={transport}", "total_steps=8")
+        made = task.train(name, *settings, **environment(ranks))
         if transport != "object_store":
+            fallbacks = made["sync"].get("fallbacks") if made else None
             task.say(f"{name}: every version that way", ok=fallbacks == 0, fallbacks=fallbacks)
+        return made
+
+    with ThreadPoolExecutor(AT_ONCE // 2) as pool:
+        made = dict(zip(RUNS, pool.map(train, RUNS), strict=True))
     task.equal("one digest", {name: run for name, run in made.items() if "tune=full" not in RUNS[name]})
 
 

@@ -25,8 +25,6 @@ FAMILIES = {
 }
 TWICE = {"local": (), "bfloat16": ("model.dtype=bfloat16",), "whole weights": ("tune=full",), **FAMILIES}
 """Jobs that are run twice, in one process each."""
-AT_ONCE = 4
-"""Programs that run beside one another; a tiny one leaves a card idle most of the time."""
 TWO_BASES_BYTES = 125 * 2**30
 """Memory of a card from which a trainer rank and a rollout worker both hold Qwen-Image: 113 GiB planned."""
 OCR = 0.8
@@ -37,7 +35,7 @@ def tiny(task: Task) -> None:
     """Runs the tiny job in every way that must not, and one that must, change the weights."""
     jobs: dict[str, Sequence[str]] = {"shared": SHARED, "two pools": HALF, "another seed": (*LOCAL, "seed=1")}
     jobs |= {f"{name}{again}": (*LOCAL, *words) for name, words in TWICE.items() for again in ("", " again")}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(sizes.AT_ONCE) as pool:
         made = dict(zip(jobs, pool.map(lambda name: task.train(name, "total_steps=3", *jobs[name]), jobs), strict=True))
     for name in TWICE:
         task.equal(f"{name}, twice", {each: made[each] for each in (name, f"{name} again")})
@@ -83,8 +81,9 @@ def glyphs(task: Task) -> None:
 def gpu_tests(task: Task) -> None:
     """Runs tests/gpu; on a machine with a card it is not ok if all of them are skipped."""
     marked = "gpu" if sizes.real_card() else "gpu and not real_gpu"
-    command = ("-m", "pytest", "-q", "-m", marked, "tests/gpu", "-p", "no:cacheprovider", "--timeout", "120")
-    failed = task.program("tests_gpu", command, task.left, {})
+    command = ("-m", "pytest", "-v", "-m", marked, "tests/gpu", "-p", "no:cacheprovider", "--timeout", "120")
+    enough = ("--session-timeout", f"{max(1.0, task.left - 30):.0f}")  # what failed until then is still explained
+    failed = task.program("tests_gpu", (*command, *enough), task.left, {})
     log = (task.work / "logs" / "tests_gpu.log").read_text(errors="replace").splitlines()
     named = [line for line in log if line.startswith(("FAILED", "ERROR"))]
     last = log[-1] if log else ""

@@ -1,6 +1,7 @@
 """Models and sizes of the stages: published sizes with random weights on a real card, tiny models elsewhere."""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ COMMON = """
 """
 HEAD_DIM = 128
 """Qwen-Image's channels per attention head."""
+AT_ONCE = max(2, (os.cpu_count() or 2) // 2)
+"""Programs that run beside one another; a tiny one leaves a card idle most of the time."""
 TINY = {"qwen_image": "tiny", "sd35_medium": "tiny_sd3", "flux_dev": "tiny_flux"}
 """Model at full size → its stand-in, both in configs/model/."""
 
