@@ -11,21 +11,21 @@ from PIL import Image
 from async_flowrl.main import home_expanded, main
 from tests.integration.runs import LIMIT, ROOT
 
-Refused = Callable[[Sequence[str]], str]
+Refused = Callable[..., str]
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """What a command line is answered, once it has been refused."""
+    """What a command line is answered, once it has been refused: at once, or with `begun` after a run's first lines."""
 
-    def answer(arguments: Sequence[str]) -> str:
+    def answer(arguments: Sequence[str], *, begun: bool = False) -> str:
         monkeypatch.setattr(sys, "argv", ["main", *arguments])
         code = main()
         captured = capsys.readouterr()
         assert code == 2, captured.err
         assert "Traceback" not in captured.err
         assert captured.err.startswith("async_flowrl: ")
-        assert captured.out == ""
+        assert begun or captured.out == ""
         return captured.err.rstrip("\n")
 
     return answer
@@ -347,14 +347,14 @@ def test_as_a_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str, refused: Refused) -> None:
     there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
-    said = refused(["rollout.num_workers=3", *there])
+    said = refused(["rollout.num_workers=3", *there], begun=True)
     rows = [line.split() for line in said.splitlines()]
     assert said.startswith("async_flowrl: the cluster can't hold what was asked:")
     assert ["resource", "asked", "exists", "missing"] in rows
     assert ["rollout", "3", "2", "1"] in rows
     large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
-    said = refused([*large, *there])
+    said = refused([*large, *there], begun=True)
     assert "GB of results and weights lie in the object store, which holds 0.1 GB" in said
     assert "max_staleness" in said
     assert len(said.splitlines()) == 1
-    assert "is not empty" not in refused(["total_steps=0", *there])
+    assert "is not empty" not in refused(["total_steps=0", *there], begun=True)
