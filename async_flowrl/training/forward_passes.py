@@ -177,7 +177,13 @@ class ForwardPasses:
         if batch.group_means is None and (terms := getattr(algorithm, "group_terms", None)) is not None:
             seen = {name: of for name, of in needed.items() if name in OF_GROUPS}
             batch = replace(batch, group_means=means_of_levels(batch, terms(batch, detached(current), seen)))
-        return algorithm.loss(batch, current, needed), of_batch.get("behaviour")
+        output = algorithm.loss(batch, current, needed)
+        for name, value in (("loss", output.loss), *output.metrics.items()):
+            if getattr(value, "shape", None) != batch.sigma.shape:
+                given = list(value.shape) if isinstance(value, Tensor) else value
+                rows = f"must be a tensor [{len(batch.sigma)}], a number per row, got {given}"
+                raise ValueError(f"{name} of algorithm {algorithm.name} {rows}")
+        return output, of_batch.get("behaviour")
 
     def group_sums(self, group: Group, part: Part, measured: UpdateMetrics) -> list[list[float]]:
         """Returns, for each trained level, the sums of `Algorithm.group_terms` over the images of a part."""

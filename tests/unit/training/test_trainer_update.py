@@ -1,5 +1,6 @@
 """Tests of one rank's optimizer step against a loop written out by hand, and of the rules around it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from async_flowrl.algorithms.advantage import GroupAdvantages
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction
+from async_flowrl.algorithms.flow_grpo import FlowGRPO
 from async_flowrl.config.schema import AlgorithmConfig, Config
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.lora import add_lora, lora_parameters
@@ -203,3 +206,16 @@ def test_the_reference_is_set_anew_every_n_steps() -> None:
     worker, sampler = rig.trainer(config), rig.Sampler(config)
     kl = [rig.update(worker, step, [sampler.group(step, 0, version=step)]).metrics["kl"] for step in range(5)]
     assert [value == 0.0 for value in kl] == [True, False, True, False, True]
+
+
+class OneNumber(FlowGRPO):
+    def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
+        output = super().loss(batch, current, frozen)
+        return LossOutput(output.loss.mean(), output.metrics)
+
+
+def test_a_loss_that_is_not_a_number_per_row_is_refused(handed: list[list[rig.Handed]]) -> None:
+    config = rig.tiny_config()
+    config.algorithm.name = f"{__name__}:OneNumber"
+    with pytest.raises(ValueError, match="flow_grpo must be a tensor"):
+        rig.update(rig.trainer(config), 0, handed[0])
