@@ -158,16 +158,18 @@ class TorchLink:
             # has noted the error and aborted the group. (`work.exception()` is a TypeError in torch 2.11.)
             passed = recorded(self.in_use[0].device)
             while passed is not None and not passed.query():
+                self._check_nccl()  # the abort itself may hang
                 limit.pause()
-            if (error := self._error()) is not None:
-                raise TransferFailed(f"NCCL: {error}")
+            self._check_nccl()
         if end is not None:
             arrived(end)
 
-    def _error(self) -> str | None:
+    def _check_nccl(self) -> None:
         group = self.group
-        error = ErrorType.SUCCESS if group is None else group.get_error()
-        return None if error == ErrorType.SUCCESS else str(error.name)
+        if group is None:
+            raise TransferFailed("aborted")
+        if (error := group.get_error()) != ErrorType.SUCCESS:
+            raise TransferFailed(f"NCCL: {error.name}; the cause is in what torch logs in this process")
 
     def abort(self) -> None:
         """Aborts a broadcast under way and destroys the group, which may wait for a peer until the deadline."""

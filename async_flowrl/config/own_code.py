@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from operator import attrgetter
@@ -31,11 +32,13 @@ def import_named(key: str, path: str) -> Any:
         return attrgetter(attribute)(module)
     except AttributeError as error:
         public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        own = [
-            name for name, value in public.items() if str(getattr(value, "__module__", "")).startswith(module.__name__)
-        ]
-        known = own or list(public)  # What the module imports is named only if it defines nothing.
+        known = [name for name, value in public.items() if not _imported(value, module.__name__)] or list(public)
         raise ValueError(f"{key}: {unknown_name(f'the name after the colon of {path}', attribute, known)}") from error
+
+
+def _imported(value: object, module: str) -> bool:
+    definition = inspect.isclass(value) or inspect.isroutine(value)
+    return inspect.ismodule(value) or (definition and not f"{value.__module__}.".startswith(f"{module}."))
 
 
 def absolute(name: str) -> str:

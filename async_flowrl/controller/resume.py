@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -105,7 +106,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
             verify_checkpoint(path, shares=shares)
             resume = _read_resume(path)
     except DamagedCheckpoint as error:
-        hint = "" if of_this_run else f"; {_instead_of(expanded(config.resume), shares=shares)}"
+        hint = "" if of_this_run else _instead_of(expanded(config.resume))
         raise ConfigError(f"{error}{hint}") from error
     if resume.path is None:
         return resume
@@ -124,11 +125,15 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
     return replace(resume, forced=forced, notes=tuple(other_inputs(resume.controller["inputs"], now)))
 
 
-def _instead_of(path: Path, *, shares: bool) -> str:
+def _instead_of(path: Path) -> str:
     if (checkpoints := RunDirectory(path).checkpoints).is_dir():
-        return f"it is a run, whose checkpoints are {checkpoints}/step_N"
-    sound = find_checkpoint(path.parent, shares=shares)
-    return "no checkpoint beside it is sound" if sound is None else f"resume={sound} is sound"
+        return f"; it is a run, whose checkpoints are {checkpoints}/step_N"
+    for other in written(path) or written(path.parent):
+        with suppress(DamagedCheckpoint):
+            verify_checkpoint(other, shares=False)
+            if other != path:
+                return f"; try resume={other}"
+    return ""
 
 
 def check_shares(config: Config, path: Path) -> None:

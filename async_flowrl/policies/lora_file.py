@@ -200,7 +200,7 @@ def check_holder(folder: Path) -> None:
     if (folder / "lora" / FILE_NAME).is_file():
         raise ValueError(f"{folder} is a run; its LoRA is {folder / 'lora'}")
     if (folder / EXPERTS[PREFIX] / "config.json").is_file():
-        raise ValueError(f"{folder} is no LoRA; it holds a whole transformer: {folder / EXPERTS[PREFIX]}")
+        raise ValueError(f"{folder} holds a whole transformer, {folder / EXPERTS[PREFIX]}")
 
 
 def named_files(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,19 +46,23 @@ class Weights(Mapping[str, Tensor]):
 
 @contextmanager
 def on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: parameters of new modules are on the meta device; `dtype` is the default of all new tensors."""
-    before = torch.get_default_dtype()
+    """Context manager: parameters of this thread's new modules are on the meta device, in `dtype` by default."""
+    before, thread = torch.get_default_dtype(), threading.get_ident()
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:  # torch declares None
+        if threading.get_ident() != thread:
+            return None
+        moved = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
     torch.set_default_dtype(dtype)
-    hook = register_module_parameter_registration_hook(_parameter_on_meta)
+    hook = register_module_parameter_registration_hook(to_meta)
     try:
         yield
     finally:
         hook.remove()
         torch.set_default_dtype(before)
-
-
-def _parameter_on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:  # torch declares None
-    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:

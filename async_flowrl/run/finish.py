@@ -272,15 +272,16 @@ def following(ending: Ending, summary: Mapping[str, Any], *, early: bool) -> str
         )
     if early:
         return ending.goes_on
+    name = ending.prepared.model.family
+    sampled = name in FAMILIES or in_diffusers(load_family(name).pipeline)  # by generate and evaluate
     if summary["failed"]:
-        return (
-            f"async-flowrl evaluate {root} (trained weights and summary are whole: it scores them)\n"
-            f"{'':{LABEL_CHARACTERS}} async-flowrl report {root} (writes the report anew)"
-        )
+        anew = f"async-flowrl report {root} (writes the report anew)"
+        score = f"async-flowrl evaluate {root} (trained weights and summary are whole: it scores them)"
+        return f"{score}\n{'':{LABEL_CHARACTERS}} {anew}" if sampled else anew
     if ending.prepared.model.random:
         return "the same with model.weights=files: what random weights have learned is of no use"
-    if (name := ending.prepared.model.family) not in FAMILIES and not in_diffusers(load_family(name).pipeline):
-        return f"async-flowrl export {root} OUT"  # nothing else than this package can sample
+    if not sampled:
+        return f"async-flowrl export {root} OUT"
     prompts = ending.prepared.requests.evaluation or ending.prepared.requests.train
     own = prompts[0].resolution
     size = "" if own is None else f" --resolution {written(with_frames(own, ending.prepared.config.rollout.frames))}"

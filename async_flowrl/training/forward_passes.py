@@ -180,7 +180,7 @@ class ForwardPasses:
         output = algorithm.loss(batch, current, needed)
         for name, value in (("loss", output.loss), *output.metrics.items()):
             if getattr(value, "shape", None) != batch.sigma.shape:
-                given = list(value.shape) if isinstance(value, Tensor) else value
+                given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 rows = f"must be a tensor [{len(batch.sigma)}], a number per row, got {given}"
                 raise ValueError(f"{name} of algorithm {algorithm.name} {rows}")
         return output, of_batch.get("behaviour")
@@ -274,7 +274,7 @@ class PartSums:
         self.rows = 0
 
     def add(self, output: LossOutput) -> None:
-        """Adds loss and metrics of a micro-batch. ValueError for a reserved name or a metric not per row."""
+        """Adds loss and metrics of a micro-batch. ValueError for a reserved name."""
         self.rows += len(output.loss)
         if reserved := [name for name in output.metrics if name in _OWN]:
             raise ValueError(
@@ -283,10 +283,6 @@ class PartSums:
             )
         rows: Mapping[str, Tensor] = {**output.metrics, LOSS: output.loss.detach()}
         for name, values in rows.items():
-            if values.shape != output.loss.shape:
-                raise ValueError(
-                    f"metric {name} must be one number per row {list(output.loss.shape)}, got {list(values.shape)}"
-                )
             total = values.detach().double().sum()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
 

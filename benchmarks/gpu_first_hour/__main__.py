@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -16,13 +17,14 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from async_flowrl.config.error_text import unknown_name
-from benchmarks.gpu_first_hour.task import GRACE_SECONDS, run_within
+from benchmarks.gpu_first_hour.task import GRACE_SECONDS, end_marked, run_within
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / ".gpukit" / "site.tar.xz"
@@ -51,7 +53,7 @@ STAGES = {
     "tests": Stage(f"{HERE}.runs:gpu_tests", 180, 1, "tests/gpu, while one_card runs", beside="one_card"),
     "glyphs": Stage(f"{HERE}.runs:glyphs", 190, 2, "a small model learns to write: held-out OCR of at least 0.8"),
     "probe": Stage(f"{HERE}.probe:probe", 110, 2, "ceilings, attention, torch.compile and CUDA graphs of a block"),
-    "whole": Stage(f"{HERE}.runs:whole", 180, 2, "two whole runs at full size end with one digest"),
+    "whole": Stage(f"{HERE}.runs:whole", 270, 2, "two whole runs at full size end with one digest"),
     "compiled": Stage(f"{HERE}.full_size:compiled", 160, 3, "`full` with compiled blocks"),
     "others": Stage(f"{HERE}.full_size:others", 110, 3, "`full` without guidance, with SD 3.5 medium, with FLUX.1-dev"),
 }
@@ -105,7 +107,8 @@ def run_stages(stages: Mapping[str, Stage], out: Path, work: Path, limit: float,
     (work / "logs").mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + limit
-    environment = environment_of(work)
+    mark = f"GPU_FIRST_HOUR_{secrets.token_hex(8)}"
+    environment = {**environment_of(work), mark: "1"}
     results: dict[str, dict[str, Any]] = {}
     for names in together(stages):
 
@@ -114,7 +117,16 @@ def run_stages(stages: Mapping[str, Stage], out: Path, work: Path, limit: float,
             return run_stage(name, stages[name], most, work, environment, words)
 
         with ThreadPoolExecutor(len(names)) as pool:
-            results |= dict(zip(names, pool.map(begin, names), strict=True))
+            begun = {pool.submit(begin, name): name for name in names}
+            try:
+                for each in as_completed(begun):
+                    results[begun[each]] = each.result()
+                    write(results, out, work)
+            except BaseException:  # Ctrl-C reaches neither the threads nor what the stages have started
+                end_marked(mark)
+                raise
+        results = {name: results[name] for name in stages if name in results}
+        results |= {name: results[name] | {"card": cards()} for name in names}
         write(results, out, work)
         for name in names:
             print(line(name, results[name]), flush=True)
@@ -156,14 +168,16 @@ def cards() -> list[str]:
     if (program := shutil.which("nvidia-smi")) is None:
         return []
     query = "--query-gpu=memory.used,temperature.gpu,power.draw,clocks.sm"
-    said = subprocess.run([program, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
-    return said.stdout.splitlines() if said.returncode == 0 else []
+    with suppress(subprocess.TimeoutExpired):
+        said = subprocess.run([program, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
+        return said.stdout.splitlines() if said.returncode == 0 else []
+    return []
 
 
 def run_stage(
     name: str, stage: Stage, most: float, work: Path, environment: Mapping[str, str], words: Sequence[str]
 ) -> dict[str, Any]:
-    """Runs one stage for at most `most` seconds; returns its result, its lines, and what it left on the card."""
+    """Runs one stage for at most `most` seconds; returns its result and its lines."""
     if most < LEAST_SECONDS:
         return {"result": "skipped: no time was left", "seconds": 0.0, "limit": max(most, 0.0), "lines": [], "card": []}
     answer, log = work / f"{name}.json", work / "logs" / f"{name}.log"
@@ -183,7 +197,7 @@ def run_stage(
     else:
         result = "ok" if lines else "failed: it said nothing"
     seconds = round(time.monotonic() - began, 1)
-    told = {"result": result, "seconds": seconds, "limit": most, "lines": lines, "card": cards()}
+    told = {"result": result, "seconds": seconds, "limit": most, "lines": lines, "card": []}
     return told | ({"left_over": left_over} if left_over and code is not None else {})
 
 

@@ -4,6 +4,7 @@ Both run in this process, one after the other, with random weights (sizes.py).
 """
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ from benchmarks.gpu_first_hour.probe import timed
 from benchmarks.gpu_first_hour.sizes import real_card, settings, sizes_here
 from benchmarks.gpu_first_hour.task import Task
 from checkpoint_engine import Publisher
+from separation.worker_process import ALLOCATOR_NAMES
 
 GIB = 2**30
 ROUNDS, SHOWN_KERNELS = 1, 12
@@ -62,7 +64,7 @@ def others(task: Task) -> None:
 
 def measured(task: Task, *further: str, title: str = "", model: str = "qwen_image") -> None:
     """Says plan, peak and speed of both pools. Not ok: PyTorch reserves more than the plan with its margin."""
-    if real_card():
+    if real_card() and not any(map(os.environ.get, ALLOCATOR_NAMES)):
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # as in a worker that Ray starts
     words = [*settings(sizes_here(), model), "placement=separate", *further, *task.words]
     prepared = prepare(precheck(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"])))

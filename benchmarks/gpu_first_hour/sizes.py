@@ -19,7 +19,7 @@ COMMON = """
 """
 HEAD_DIM = 128
 """Qwen-Image's channels per attention head."""
-AT_ONCE = max(2, (os.cpu_count() or 2) // 2)
+AT_ONCE = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
 """Programs that run beside one another; a tiny one leaves a card idle most of the time."""
 TINY = {"qwen_image": "tiny", "sd35_medium": "tiny_sd3", "flux_dev": "tiny_flux"}
 """Model at full size → its stand-in, both in configs/model/."""

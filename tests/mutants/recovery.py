@@ -18,9 +18,8 @@ RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
 )
 LIMITS = "async_flowrl.config.schema:LimitsConfig"
 TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
-RECOVERY, RESUMED, SAVED = "tests.unit.test_recovery", "tests.unit.test_recovery", "tests.unit.test_checkpoints"
+RECOVERY, SAVED = "tests.unit.test_recovery", "tests.unit.test_checkpoints"
 REWARDS, KEPT = "tests.unit.test_reward_faults", "tests.unit.training.test_kept_state"
-STATES = "tests.unit.test_recovery"
 
 
 def forgotten(lost_worker: Any) -> Any:
@@ -164,7 +163,7 @@ ATTEMPT_FAULTS = (
     Mutant(
         "checkpoints of a history that has ended stay",
         {f"{RUN_RECOVERY}:drop_newer": nothing},
-        f"{RESUMED}:test_an_older_checkpoint_on_purpose",
+        f"{RECOVERY}:test_an_older_checkpoint_on_purpose",
     ),
     Mutant(
         "a checkpoint that could not be written counts as saved",
@@ -220,19 +219,19 @@ ATTEMPT_FAULTS = (
     Mutant(
         "weights that an evaluation still asks for are in no state",
         {"async_flowrl.controller.endpoints:TrainerEndpoint._keep": nothing_awaited},
-        f"{STATES}:test_an_evaluation_whose_version_is_old_when_a_rank_dies_is_made_by_the_next_attempt",
+        f"{RECOVERY}:test_an_evaluation_whose_version_is_old_when_a_rank_dies_is_made_by_the_next_attempt",
         arguments={"ema": None},
     ),
     Mutant(
         "a damaged state is kept",
         {"async_flowrl.controller.kept_state:files_digest": lambda digest: lambda files: Anything()},
-        f"{STATES}:test_a_state_that_arrives_damaged_ends_the_run_by_name",
+        f"{RECOVERY}:test_a_state_that_arrives_damaged_ends_the_run_by_name",
         raises=("Failed",),
     ),
     Mutant(
         "the state that is on its way when an attempt ends is lost",
         {"async_flowrl.controller.kept_state:KeptStates.settle": nothing_awaited},
-        f"{STATES}:test_a_state_that_is_on_its_way_when_another_rank_dies_is_kept",
+        f"{RECOVERY}:test_a_state_that_is_on_its_way_when_another_rank_dies_is_kept",
         raises=("AssertionError", "WorkerDied"),
     ),
     Mutant(

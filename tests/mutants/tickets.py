@@ -14,7 +14,7 @@ HANDED = "async_flowrl.controller.training_groups"
 SCORING = "async_flowrl.controller.scoring"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
 LOOP, HAND_OVER = "tests.unit.test_loop", "tests.unit.test_optimizer_steps"
-FAULTS, TABLE, REFUSALS = "tests.unit.test_faults", "tests.unit.test_tickets", "tests.unit.test_tickets"
+FAULTS, TABLE = "tests.unit.test_faults", "tests.unit.test_tickets"
 STALE = {"mode": "one_step_off"}
 HANGS = ("Deadlock", "HorizonReached", "Stalled")
 
@@ -181,26 +181,26 @@ DOORS = (
     Mutant(
         "a result of an earlier attempt is accepted",
         {f"{TICKETS}:TicketTable.generated": digest_taken_from("published")},
-        f"{REFUSALS}:test_a_result_made_with_other_weights_is_refused",
+        f"{TABLE}:test_a_result_made_with_other_weights_is_refused",
         raises=("Failed",),
     ),
     Mutant(
         "nobody compares what an evaluation was made with",
         {f"{TICKETS}:TicketTable.generated": digest_taken_from("evaluated")},
-        f"{REFUSALS}:test_an_evaluation_made_with_other_weights_is_refused",
+        f"{TABLE}:test_an_evaluation_made_with_other_weights_is_refused",
         raises=("Failed",),
     ),
     Mutant(
         "nobody asks at the trainer's door what a ticket was made with",
         {f"{TICKETS}:TicketTable.hand_over": before(take_for_known)},
-        f"{REFUSALS}:test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door",
+        f"{TABLE}:test_a_ready_ticket_made_with_other_weights_does_not_pass_the_trainers_door",
         arguments={"published": "of another life"},
         raises=("Failed",),
     ),
     Mutant(
         "nobody asks at the trainer's door how old a ticket is",
         {f"{TICKETS}:TicketTable.hand_over": before(take_for_fresh)},
-        f"{REFUSALS}:test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door",
+        f"{TABLE}:test_a_ready_ticket_of_another_version_does_not_pass_the_trainers_door",
         raises=("Failed",),
     ),
 )

@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_that_resume_names_is_refused_with_a_sound_one(tmp_
     assert go(root, save__keep=9) is None
     newest, older = written(root / "checkpoints")[:2]
     spoil(newest)
-    with pytest.raises(ConfigError, match=f"resume={older} "):
+    with pytest.raises(ConfigError, match=f"try resume={older}"):
         go(tmp_path / "from_the_damaged_one", resume=str(newest))
     with pytest.raises(ConfigError, match=f"{root}/checkpoints/step_N"):
         go(tmp_path / "from_the_run", resume=str(root))

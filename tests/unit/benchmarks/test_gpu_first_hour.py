@@ -55,7 +55,7 @@ def test_a_stage_that_fails_hangs_or_has_no_memory_is_named_and_the_next_one_run
 
 
 def test_a_stage_begins_with_the_one_it_names_and_every_call_has_time_for_all_of_its_own(tmp_path: Path) -> None:
-    one = Stage(f"{PROBES}:meets", 60, 1, "a test")
+    one = Stage(f"{PROBES}:meets", 240, 1, "a test")
     pair = {"one": one, "other": replace(one, beside="one")}
     assert program.run_stages(pair, tmp_path / "out", tmp_path / "work", 300.0) == 0
     assert program.together({"before": one, "other": pair["other"]}) == [["before"], ["other"]]

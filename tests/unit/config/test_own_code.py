@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "own_sibling.py").write_text("scale = 2.0\n")
+    (tmp_path / "own_sibling.py").write_text("def twice(x):\n    return 2 * x\n")
     source = (
-        "from own_sibling import scale\ndef redness(images, prompt):\n    return scale * images[..., 0].mean((1, 2))\n"
+        "from own_sibling import twice\ndef redness(images, prompt):\n    return twice(images[..., 0].mean((1, 2)))\n"
     )
     (tmp_path / "own_file.py").write_text(source)
     (tmp_path / "elsewhere").mkdir()
@@ -37,8 +37,8 @@ def test_a_file_is_found_from_another_folder_with_what_lies_beside_it(
     assert not check_rewards(config.reward) and reward_sources(config.reward.terms).keys() == {"r"}
     named = import_named("key", f"{folder}/own_file.py:redness")
     assert named is import_named("key", f"{folder}/elsewhere/../own_file.py:redness")
-    with pytest.raises(ValueError, match="must be one of redness, got 'scale_'"):  # scale is imported there
-        import_named("key", f"{folder}/own_file.py:scale_")
+    with pytest.raises(ValueError, match="must be one of redness, got 'twice_'"):  # twice is imported there
+        import_named("key", f"{folder}/own_file.py:twice_")
 
 
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])

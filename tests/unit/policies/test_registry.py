@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 
 from async_flowrl.config.hub import download
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.memory.rehearsal.model import architecture
 from async_flowrl.policies.registry import folder_of, load_policy, resolve_model, weights_of
-from async_flowrl.policies.stored import StoredWeights
+from async_flowrl.policies.stored import StoredWeights, on_meta
 from async_flowrl.policies.tiny import build_tiny
 from tests.support.hub import COMMIT, serving, used_here
 from tests.support.ports import free_port
@@ -26,6 +28,25 @@ def test_a_local_folder_is_resolved_like_tiny(tmp_path: Path) -> None:
     folder = build_tiny(TinyConfig(), tmp_path)
     resolved = resolve_model(ModelConfig(path=str(folder)))
     assert (resolved.path, resolved.family, resolved.revision) == (str(folder), "qwen_image", None)
+
+
+def test_only_this_thread_builds_on_the_meta_device_and_its_parameters_keep_what_they_carry() -> None:
+    """Also fake parameters, with which memory is planned."""
+
+    def linear() -> torch.nn.Linear:
+        made = torch.nn.Linear(2, 2)
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        weight.of_mine = "kept"  # type: ignore[attr-defined]
+        made.weight = weight
+        return made
+
+    with ThreadPoolExecutor(1) as other, on_meta(torch.bfloat16):
+        here, there = linear(), other.submit(linear).result()
+        with FakeTensorMode():
+            fake = linear()
+    assert here.weight.is_meta and here.weight.dtype == torch.bfloat16 and there.weight.device.type == "cpu"
+    assert vars(here.weight)["of_mine"] == "kept" and fake.weight.device.type == "meta"
+    assert not linear().weight.is_meta
 
 
 PIPELINES_OPTIONS = {"device_map": "cpu", "trust_remote_code": False, "use_safetensors": True, "revision": None}

@@ -103,7 +103,7 @@ def test_one_worker_hides_the_time_of_rewards() -> None:
     ("victim", "method"), [(0, "generate"), (1, "train"), (0, "add_up"), (1, "take_step"), (0, "keep_local")]
 )
 def test_the_death_of_a_process_ends_the_attempt_by_name(victim: int, method: str) -> None:
-    """Also of one whose trainer rank has nothing to do. The run then goes on (test_shared_runs.py)."""
+    """Also of one whose trainer rank has nothing to do. The run then goes on."""
     with pytest.raises(WorkerDied, match=f"trainer-{victim} died"):
         shared("one step off", 2, first(f"shared-{victim}", method, "kill", after=1))
 
