@@ -52,9 +52,7 @@ def on_meta(dtype: torch.dtype) -> Iterator[None]:
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:  # torch declares None
         if threading.get_ident() != thread:
             return None
-        moved = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        moved.__dict__.update(parameter.__dict__)
-        return moved
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     torch.set_default_dtype(dtype)
     hook = register_module_parameter_registration_hook(to_meta)
