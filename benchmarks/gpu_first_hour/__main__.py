@@ -125,8 +125,7 @@ def run_stages(stages: Mapping[str, Stage], out: Path, work: Path, limit: float,
             except BaseException:  # Ctrl-C reaches neither the threads nor what the stages have started
                 end_marked(mark)
                 raise
-        results = {name: results[name] for name in stages if name in results}
-        results |= {name: results[name] | {"card": cards()} for name in names}
+        results |= {name: results.pop(name) | {"card": cards()} for name in names}
         write(results, out, work)
         for name in names:
             print(line(name, results[name]), flush=True)
