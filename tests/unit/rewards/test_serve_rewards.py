@@ -9,6 +9,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +141,19 @@ def test_several_clients_are_scored_one_after_the_other_and_too_many_are_told_to
             under_way -= 1
         return [float(prompt.text)] * len(images)
 
-    async def several(url: str, count: int, **options: Any) -> list[Any]:
-        calls = [results(HTTP(url, **options), picture()[None], str(number)) for number in range(count)]
-        threading.Timer(0.5, go.set).start()
-        return await asyncio.gather(*calls, return_exceptions=True)
+    async def several(url: str, count: int, refused: int) -> list[Any]:
+        calls = [results(HTTP(url, retries=0), picture()[None], str(number)) for number in range(count)]
+        tasks = [asyncio.ensure_future(each) for each in calls]
+        for first in islice(asyncio.as_completed(tasks), refused):  # the others are held until these have been told
+            with pytest.raises(ServerError, match=r"429 .*ask again later"):
+                await first
+        go.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     with served(slow, Limits(waiting=3)) as url:
-        assert asyncio.run(several(url, 4)) == [[0.0], [1.0], [2.0], [3.0]]
-        assert most == 1
-        go.clear()
-        found = asyncio.run(several(url, 6, retries=0))
-        busy = [str(each) for each in found if isinstance(each, ServerError)]
-        assert len(busy) == 2 and all("429" in each and "ask again later" in each for each in busy)
+        found = asyncio.run(several(url, 6, refused=2))
+        scored = [(number, each) for number, each in enumerate(found) if not isinstance(each, ServerError)]
+        assert len(scored) == 4 and all(each == [number] for number, each in scored) and most == 1
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards" / "http.md").read_text(encoding="utf-8")
