@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Seconds between SIGTERM and SIGKILL when a server is stopped.
 GRACE_SECONDS = 10.0
 PORT_SECONDS = 15.0
+MAX_PORT = 65535
 # Longest wait for one answer of the health path, and the pause between two requests while the server starts.
 HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
 # Pause between two requests to the health path of a running server; shorter if `hung_seconds` is below 40.
@@ -83,6 +84,8 @@ def _check_command(where: str, serve: ServeConfig) -> None:
     if not any("{port}" in word for word in words) and (serve.port is None or serve.replicas > 1):
         reason = f", unless {where}.port is the one that it listens at" if serve.port is None else " of each replica"
         raise ValueError(f"{where}.command must contain {{port}}{reason}")
+    if serve.port is not None and serve.port + serve.replicas > MAX_PORT + 1:
+        raise ValueError(f"{where}.port {serve.port} and {serve.replicas} replicas need ports beyond {MAX_PORT}")
     if 1 < serve.gpus != int(serve.gpus):
         raise ValueError(f"{where}.gpus above 1 must be a whole number, got {serve.gpus:g}")
 
