@@ -181,10 +181,12 @@ def whole_parts(path: Path, ranks: int) -> Parts:
 def check_ranks(path: Path, trainer: Mapping[str, Any], ranks: int | None) -> None:
     """Raises ValueError if another number of `ranks` (None: each has all weights) wrote the checkpoint."""
     if (wrote := trainer.get(RANKS)) != ranks:
-        how = "ranks with all of the weights each" if wrote is None else f"{wrote} ranks with a share each"
-        now = "trainer.shard=none" if ranks is None else f"trainer.shard=full and {ranks} ranks"
+        before, now = (
+            "ranks with all of the weights each" if count is None else f"{count} ranks with a share each"
+            for count in (wrote, ranks)
+        )
         raise ValueError(
-            f"checkpoint {path} was written by {how}, and this run has {now}, which leads to other weights: "
+            f"checkpoint {path} was written by {before}, and this run has {now}, which leads to other weights: "
             f"set trainer.shard={'none' if wrote is None else f'full and trainer.num_workers={wrote}'}"
         )
 
