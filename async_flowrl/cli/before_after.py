@@ -25,7 +25,7 @@ from async_flowrl.observability.images import grid
 from async_flowrl.observability.statistics import estimate
 from async_flowrl.policies import trained_file
 from async_flowrl.policies.pipeline import IMAGE, PipelinePolicy, with_euler_steps
-from async_flowrl.policies.registry import PromptCheck, family_of, resolve_model, shapes_of
+from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.composite import CompositeReward, weighted_total
 from async_flowrl.rewards.registry import build_reward
@@ -68,20 +68,15 @@ def evaluate(job: Job, *, device: str = "cpu") -> Comparison:
 
 
 def check_sizes(job: Job) -> None:
-    """Raises ValueError if the model cannot make an image's size; the message names the first prompt of that size.
-
-    Also for images that it cannot edit, and for a prompt without one that it needs.
-    """
+    """Raises ValueError if the model cannot make an image's size; the message names the first prompt that sets it."""
     model = resolve_model(job.config.model)
-    check = PromptCheck(model, targets=False)
-    for prompt in job.prompts:
-        check(prompt)
     places = {job.resolution(place): place for place in reversed(range(len(job.prompts)))}
     for size, place in reversed(places.items()):
         try:
             shapes_of(model, size)
         except ValueError as error:
-            raise ValueError(f"prompt {place}: {error}" if job.prompts[place].resolution else str(error)) from error
+            of_prompt = job.prompts[place].resolution is not None and not job.one_size
+            raise ValueError(f"{job.where(place)}: {error}" if of_prompt else str(error)) from error
 
 
 async def _both(pipeline: Any, job: Job, reward: CompositeReward, device: str) -> Comparison:
@@ -151,8 +146,8 @@ async def _scored(
                 scores = reward.demanded(await asked_until_scored(job.terms, config.reward, servers, ask))
             except RewardError as error:
                 if config.reward.on_error == "fail":
-                    raise ValueError(f"prompt {place} has no score: {error}") from error
-                logger.warning("prompt %d is skipped: %s", place, error)
+                    raise ValueError(f"{job.where(place)}: this prompt has no score: {error}") from error
+                logger.warning("%s: this prompt is skipped: %s", job.where(place), error)
                 continue
             for name, values in scores.by_term.items():
                 results.setdefault(name, {})[place] = tuple(values)

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +23,13 @@ from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, Reward
 from async_flowrl.config.scoring_pools import served_terms
 from async_flowrl.controller.reward_servers import RewardServers, server_pools, serving
 from async_flowrl.data.load import load_data
+from async_flowrl.data.store import Prompts
 from async_flowrl.observability.events import EventLog
 from async_flowrl.observability.run_directory import RunDirectory
-from async_flowrl.policies.registry import load_family, resolve_model
+from async_flowrl.policies.registry import PromptCheck, load_family, resolve_model
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rewards.composite import CompositeReward
-from async_flowrl.rewards.registry import check_prompts, check_rewards
+from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.tickets.request import evaluation_resolution
 from async_flowrl.types import Prompt
 from separation.cluster import cluster
@@ -53,6 +54,7 @@ class Job:
     trained_weights: Path  # A LoRA, or a transformer's folder.
     kinds: Mapping[str, str]
     prompts: Sequence[Prompt]
+    where: Callable[[int], str]  # Returns the file and line of a prompt.
     chosen: str  # Description of the prompts in words, for the table.
     seeds: tuple[int, ...]  # Seeds of the initial noises; each gives `evaluate.images_per_prompt` images per prompt.
     one_size: bool = False  # True if every image has `rollout.resolution`, even if its prompt has a size of its own.
@@ -90,18 +92,20 @@ def job_of(options: Namespace) -> Job:
         raise ValueError("--reward is needed: the weights are not of a run, whose rewards could be taken")
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     available, chosen = _prompts(config, options, needs_target=check_rewards(whole))
-    prompts = tuple(available[place] for place in range(min(len(available), config.evaluate.max_prompts)))
-    seed = config.evaluate.seed
+    seed, most = config.evaluate.seed, config.evaluate.max_prompts
     job = Job(
         config=replace(config, reward=whole),
         trained_weights=trained,
         kinds={name: kind for name, (_, kind) in terms.items()},
-        prompts=prompts,
+        prompts=available[:most],
+        where=available.where,
         chosen=chosen,
         seeds=tuple(range(seed, seed + (options.seeds or 1))),
         one_size=options.resolution is not None,
     )
-    check_prompts(whole, [replace(prompt, resolution=job.resolution(place)) for place, prompt in enumerate(prompts)])
+    available.check_each(PromptCheck(resolve_model(config.model), targets=False), most)
+    if (check := prompt_check(whole)) is not None:
+        available.check_each(lambda prompt: check(replace(prompt, resolution=job.resolution(prompt.index))), most)
     return job
 
 
@@ -151,7 +155,7 @@ def _named_terms(names: Sequence[str], run_terms: Mapping[str, RewardTerm]) -> d
     return terms
 
 
-def _prompts(config: Config, options: Namespace, *, needs_target: bool) -> tuple[Sequence[Prompt], str]:
+def _prompts(config: Config, options: Namespace, *, needs_target: bool) -> tuple[Prompts, str]:
     if options.prompts is not None:
         config.evaluate.max_prompts = options.max_prompts or sys.maxsize
         file = str(options.prompts.expanduser())

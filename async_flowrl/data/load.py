@@ -40,7 +40,7 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
     """Returns the training and the evaluation prompts of `data.*`, in file order. Raises FileNotFoundError or
     PromptError.
 
-    `needs_target` refuses prompts without a target; `check` refuses further ones by a ValueError.
+    `needs_target` refuses prompts without a target; `check` refuses further ones of data.train by a ValueError.
     """
     keys = Keys(config.prompt_key, config.weight_key, needs_target, config.images)
     if config.held_out and config.evaluation is not None:
@@ -52,7 +52,7 @@ def load_data(config: DataConfig, *, needs_target: bool, check: Check | None = N
     source = scanned(open_split(path, TRAIN, keys), keys, check)
     keys = Keys(config.prompt_key, None, needs_target, config.images)
     if (rows := evaluation_rows(config, path, keys)) is not None:
-        data = Data(Prompts(source), Prompts(scanned(rows, keys, check)), f"of {rows.path}")
+        data = Data(Prompts(source), Prompts(scanned(rows, keys)), f"of {rows.path}")
     else:
         data = divided(config, source)
     if data.train.weights is not None and not data.train.weights.any():

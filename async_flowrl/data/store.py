@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import overload
 
 import numpy as np
@@ -158,6 +159,14 @@ class Prompts(Sequence[Prompt]):
         for index, prompt in enumerate(self):
             if not prompt.target:
                 raise PromptError(f"{self.where(index)}: {no_target(prompt.text)}")
+
+    def check_each(self, check: Callable[[Prompt], object], most: int | None = None) -> None:
+        """Raises PromptError, with its place, for the first of `most` prompts that `check` refuses by a ValueError."""
+        for prompt in islice(self, most):
+            try:
+                check(prompt)
+            except ValueError as error:
+                raise PromptError(f"{self.where(prompt.index)}: {error}") from error
 
     def where(self, index: int) -> str:
         return self.rows.where(int(self._places[index]))

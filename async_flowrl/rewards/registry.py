@@ -6,14 +6,14 @@ Reward workers call `build_reward`; start-up checks and plans call the functions
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
 from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
-from async_flowrl.config.resolution import Resolution, configured
+from async_flowrl.config.resolution import Resolution
 from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
 from async_flowrl.rewards.base import Reward
 from async_flowrl.rewards.call import Term
@@ -153,21 +153,13 @@ def memory_gib(key: str, term: RewardTerm, **rows: int) -> float | None:
     return gib
 
 
-def check_prompts(
-    config: RewardConfig, prompts: Iterable[Prompt], sizes: Sequence[Resolution] = (), section: str = TRAINED
-) -> None:
-    """Raises ValueError for the first prompt that a term cannot score. Only terms that have a `check` are built."""
-    if (check := prompt_check(config, sizes, section)) is not None:
-        for prompt in prompts:
-            check(prompt)
-
-
 def prompt_check(
     config: RewardConfig, sizes: Sequence[Resolution] = (), section: str = TRAINED
 ) -> Callable[[Prompt], None] | None:
     """Returns a function that raises ValueError for prompts that a term cannot score; None if all score any prompt.
 
     `sizes` are those in which images of a prompt without a size of its own are made; it is checked with each.
+    Only terms that have a `check` are built.
     """
     resolved = {key: resolve_term(key, term, section) for key, term in config.terms.items()}
     checking = {
@@ -279,7 +271,3 @@ def check_held_out(config: Config) -> bool:
                 f"{where}: reward.terms has {name!r} too, and no term is both trained and held out; {another}"
             )
     return bool(terms) and check_rewards(RewardConfig(terms=terms), HELD_OUT)
-
-
-def check_held_out_prompts(config: Config, prompts: Iterable[Prompt]) -> None:
-    check_prompts(RewardConfig(terms=config.evaluate.reward.terms), prompts, configured(config.rollout), HELD_OUT)

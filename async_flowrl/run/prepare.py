@@ -18,7 +18,7 @@ from async_flowrl.config.resolution import (
     pixels,
     with_frames,
 )
-from async_flowrl.config.schema import Config
+from async_flowrl.config.schema import Config, RewardConfig
 from async_flowrl.data.load import Data, load_data
 from async_flowrl.data.sampler import steps_for
 from async_flowrl.data.store import Prompts
@@ -36,10 +36,10 @@ from async_flowrl.policies.registry import (
 )
 from async_flowrl.policies.stored import boundary_ratio
 from async_flowrl.rewards.registry import (
+    HELD_OUT,
     check_differentiable,
     check_groups,
     check_held_out,
-    check_held_out_prompts,
     check_rewards,
     prompt_check,
     resolve_term,
@@ -48,7 +48,13 @@ from async_flowrl.rewards.served import term_key
 from async_flowrl.rollout.vllm_omni.engine_settings import check_model
 from async_flowrl.run.precheck import CheckedConfig
 from async_flowrl.tickets.arithmetic import check_batching
-from async_flowrl.tickets.request import RequestBuilder, evaluation_sampling, sampling, teacher_of
+from async_flowrl.tickets.request import (
+    RequestBuilder,
+    evaluation_resolution,
+    evaluation_sampling,
+    sampling,
+    teacher_of,
+)
 from async_flowrl.types import Prompt, Sampling
 
 SIZES_SHOWN = 4  # Largest number of image sizes that messages list one by one.
@@ -109,7 +115,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         if check_held_out(config):
             data.evaluation.check_targets()
         evaluated = data.evaluation[: config.evaluate.max_prompts]
-        check_held_out_prompts(config, evaluated)
+        check_evaluated(config, data.evaluation)
         check_patience(config)
         model = resolve_model(config.model)
         config = replace(config, model=replace(config.model, dtype=model.dtype))
@@ -119,11 +125,7 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
             if prompts.special:
                 check_prompts_of(model, prompts)
             lengths = PromptCheck(model, targets=needs_target or check is not None or check_held_out(config))
-            for prompt in prompts:
-                try:
-                    lengths(prompt)
-                except ValueError as error:
-                    raise ValueError(f"{prompts.where(prompt.index)}: {error}") from error
+            prompts.check_each(lengths)
         sizes = allowed_sizes(model, config, data)
         most_images = max(data.train.most_images, data.evaluation.most_images)
         frames = max(frames_of(size) or 1 for size in sizes)
@@ -137,6 +139,19 @@ def prepare(checked: CheckedConfig, *, whole: bool = False) -> Prepared:
         raise ConfigError(str(error)) from error
     requests = RequestBuilder(config, data.train, evaluated, data.train.weights, baseline=baseline)
     return Prepared(config, model, algorithm, requests, shapes, data, sizes, cut=lengths.cut)
+
+
+def check_evaluated(config: Config, prompts: Prompts) -> None:
+    """Raises PromptError for the first evaluated prompt that a term cannot score at the size of its images."""
+    held_out = RewardConfig(terms=config.evaluate.reward.terms)
+    checks = [prompt_check(config.reward), prompt_check(held_out, section=HELD_OUT)]
+
+    def check(prompt: Prompt) -> None:
+        size = prompt.resolution or evaluation_resolution(config, prompt.index)
+        for scorable in filter(None, checks):
+            scorable(replace(prompt, resolution=size))
+
+    prompts.check_each(check, config.evaluate.max_prompts)
 
 
 def sizes_of(config: Config, prompts: Prompts) -> list[Resolution]:

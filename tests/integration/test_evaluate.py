@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,23 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
         assert row["before"]["mean"] == pytest.approx(two["rewards"][name]["before"]["mean"], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("row", "options", "named"),
+    [
+        ({"prompt": "red", "resolution": 33}, (), r"^{file}:2: .*33, nearest: 32$"),
+        ({"prompt": "red", "resolution": 33}, ("--resolution", "49"), r"^resolution .*49, nearest: 48$"),
+        ({"prompt": "pale"}, (), r"^{file}:2: .*'pale'"),
+    ],
+)
+def test_a_prompt_that_cannot_be_made_or_scored_is_named_by_its_line(
+    row: dict[str, Any], options: Sequence[str], named: str, run: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in ({"prompt": "blue"}, row)))
+    with pytest.raises(ValueError, match=named.format(file=prompts)):
+        measure.evaluate(job_of(parser().parse_args([str(run), "--prompts", str(prompts), *options])))
+
+
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     on_error: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -153,7 +171,7 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     OmegaConf.save(config, run / "config.yaml")
     code = evaluating([str(run), "--images", "1", "--out", str(tmp_path / "out")])
     if on_error == "fail":
-        assert code == 2 and "prompt 1 has no score: reward 'judge' failed" in capsys.readouterr().err
+        assert code == 2 and "jsonl:2: this prompt has no score: reward 'judge' failed" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     else:
         assert code == 0

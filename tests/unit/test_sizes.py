@@ -123,6 +123,22 @@ def test_the_trainer_checks_the_schedules_of_the_sizes_that_are_trained(
         TrainerWorker(prepared.config, prepared.model, 0, "trainer-0", prepared.trained_sizes).load()
 
 
+@pytest.mark.parametrize("section", ["reward.terms", "evaluate.reward.terms"])
+def test_an_evaluated_prompt_is_checked_at_the_size_of_its_images_alone(section: str, tmp_path: Path) -> None:
+    (other := tmp_path / "evaluation.txt").write_text("red\n")
+    drawn = evaluation_resolution(composed(tmp_path, "rollout.resolutions=[32,48]"), 0)
+    for size in (32, 48):
+        data = prompt_file(tmp_path, {"prompt": "red", "resolution": size})
+        term = f"+{section}.sized={{name: 'tests.unit.rewards.own_rewards:OfOneSize', options: {{size: {size}}}}}"
+        files = (f"data.train={data}", f"data.evaluation={other}")
+        config = composed(tmp_path, "rollout.resolutions=[32,48]", *files, term)
+        if size == drawn:
+            prepare(config)
+        else:
+            with pytest.raises(ConfigError, match=rf"^{other}:1: .*got {drawn}$"):
+                prepare(config)
+
+
 def test_tickets_share_a_batch_where_all_that_is_trained_has_one_size(tmp_path: Path) -> None:
     together = ("rollout.tickets_per_batch=2", "data.train=" + prompt_file(tmp_path, ROWS[0], ROWS[0]))
     (other := tmp_path / "evaluation.jsonl").write_text(json.dumps({"prompt": "red", "resolution": 48}) + "\n")

@@ -41,6 +41,20 @@ async def meets_another_async(images: ByteArray, prompt: Prompt) -> Sequence[flo
     return [2.0] * len(images)
 
 
+class OfOneSize:
+    """A reward for images of one size, in pixels."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def check(self, prompt: Prompt) -> None:
+        if prompt.resolution != self.size:
+            raise ValueError(f"{self.size} px, got {prompt.resolution}")
+
+    def __call__(self, images: ByteArray, prompt: Prompt) -> list[float]:
+        return [1.0] * len(images)
+
+
 def too_few(images: ByteArray, prompt: Prompt) -> Sequence[float]:
     return [1.0]
 

@@ -24,7 +24,7 @@ from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import load_data
-from async_flowrl.rewards.registry import build_reward, check_prompts, check_rewards, is_deterministic
+from async_flowrl.rewards.registry import build_reward, check_rewards, is_deterministic, prompt_check
 from async_flowrl.types import Prompt, Scores
 from tests.unit.rewards.own_rewards import scored
 
@@ -45,16 +45,16 @@ def composed(*overrides: str, reward: str = "color", data: str = "two_prompts") 
 @pytest.mark.parametrize("group", GROUPS)
 def test_reward_groups_build(group: str) -> None:
     config = composed(reward=group, data="ocr" if "ocr" in group else "two_prompts")
-    reward = build_reward(config.reward)
+    reward, check = build_reward(config.reward), prompt_check(config.reward)
     assert reward.weights
     if any(term.sources for term in reward.terms):
         with pytest.raises(ValueError, match="has no image that it edits"):
-            check_prompts(config.reward, [Prompt(0, "make it red")])
+            check(Prompt(0, "make it red"))
         return
     needs_target = check_rewards(config.reward)
     data = load_data(config.data, needs_target=needs_target)
     for prompts in (data.train, data.evaluation):
-        check_prompts(config.reward, prompts)
+        prompts.check_each(check or bool)
 
 
 def test_the_command_line_of_the_custom_reward_example(monkeypatch: pytest.MonkeyPatch) -> None:
