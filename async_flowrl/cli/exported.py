@@ -32,8 +32,10 @@ def publish(options: argparse.Namespace) -> tuple[list[Path], list[str]]:
     if source.whole is not None:
         if options.form:
             raise ValueError(f"--format {options.form[0]} is for a LoRA, and SOURCE is of a run with tune=full")
-        written, refused = [write_whole(source, out, options.merged or "pipeline")], list[str]()
-        files = {written[0].name: "the trained weights"}
+        what = options.merged or "pipeline"
+        transformer = write_whole(source, out, what)
+        written, refused = [out if what == "pipeline" else transformer], list[str]()
+        files = {transformer.name: "the trained weights"}
     else:
         forms, refused = _offered(options.form or (), source)
         written, files = _write_lora(options, source, out, forms)

@@ -1,5 +1,6 @@
 """Tests of runs with tune=full: they keep the promises of LoRA runs, and diffusers loads their models."""
 
+import logging
 import os
 import shutil
 import signal
@@ -76,7 +77,9 @@ def test_stream_and_one_process_are_sync(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in whole(sync).values()} == {torch.bfloat16}
 
 
-def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run, tmp_path: Path) -> None:
+def test_diffusers_own_pipeline_makes_the_runs_images(
+    plain: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """`evaluate` scores them as the run's last evaluation did, and `from_pretrained` of the export makes them."""
     from diffusers import AutoModel, DiffusionPipeline
 
@@ -89,7 +92,9 @@ def test_diffusers_own_pipeline_makes_the_runs_images(plain: Run, tmp_path: Path
     trained_file.apply(pipeline, plain.root / "transformer")
     after = sample(pipeline, *how, PROMPTS[0], [0, 1])
     assert not np.array_equal(before, after)
-    assert export([str(plain.root), str(tmp_path / "published")]) == 0
+    with caplog.at_level(logging.INFO):
+        assert export([str(plain.root), str(tmp_path / "published")]) == 0
+    assert f"wrote {tmp_path / 'published'}" in caplog.messages
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     shutil.copy(plain.root / "config.yaml", unfinished)
