@@ -7,6 +7,7 @@ a function of (seed, step, group), of the image too if it has its own, and predi
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +16,16 @@ from async_flowrl.algorithms.advantage import GroupAdvantages
 from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
 from async_flowrl.algorithms.flow_grpo import clipped_surrogate
 from async_flowrl.algorithms.sde import mean_over_latent
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_DEVIATION = 1e-5
+PREDICTED = ("velocity", "noised", "noise", "error", "deviation")  # What `predict` can give (see base.Prediction).
+
+
+class _Declared(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(unknown_name("what an objective reads, `predicts` or `uses` names: it", name, self))
 
 
 class FinalImages(GroupAdvantages, ABC):
@@ -25,8 +33,7 @@ class FinalImages(GroupAdvantages, ABC):
 
     name = ""
     records = "final"
-    # Some of velocity, noised, noise, error and deviation (see base.Prediction).
-    predicts: Collection[str] = ("velocity", "noised")
+    predicts: Collection[str] = ("velocity", "noised")  # Some of PREDICTED.
     # Predictions besides `current` that the objective uses.
     uses: Collection[str] = ()
     vanishes_at_zero = True
@@ -34,6 +41,8 @@ class FinalImages(GroupAdvantages, ABC):
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         super().__init__(config)
         self.reads = self.predicts
+        if type(self).predict is FinalImages.predict and (wrong := set(self.predicts).difference(PREDICTED)):
+            raise ValueError(unknown_name("each of `predicts`", min(wrong), PREDICTED))
         # Name of the prediction that v stays near → the metric of the mean (v - v_name)², and its coefficient.
         self.penalties = {
             "reference": ("kl", config.kl_coef),
@@ -64,6 +73,8 @@ class FinalImages(GroupAdvantages, ABC):
         if "velocity" in current:
             # Converted once, so that the gradients of objective and penalty meet in float64.
             current = {**current, "velocity": current["velocity"].double()}
+        current = cast("Prediction", _Declared(current))
+        frozen = _Declared({name: _Declared(prediction) for name, prediction in frozen.items()})
         loss, metrics = self.objective(batch, current, frozen)
         ones, nonzero = torch.ones_like(loss), (batch.advantages != 0).double()
         unused = {"ratio": ones, "clip_fraction": 0.0 * ones, "log_prob_gap": 0.0 * ones}

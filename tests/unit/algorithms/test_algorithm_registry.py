@@ -138,9 +138,15 @@ def test_own_algorithm_by_path(own: types.ModuleType) -> None:
     assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and "behaviour" in algorithm.needs
 
 
-def test_an_own_algorithm_may_need_only_predictions_that_there_are(own: types.ModuleType) -> None:
-    own.Misspelt = type("Misspelt", (own.OnImages,), {"uses": ("references",)})
-    with pytest.raises(ValueError, match="'references'; did you mean 'reference'"):
+@pytest.mark.parametrize(
+    ("member", "names", "nearest"),
+    [("uses", ("references",), "reference"), ("predicts", ("velocity", "noisd"), "noised")],
+)
+def test_an_own_algorithm_may_name_only_predictions_that_there_are(
+    member: str, names: tuple[str, ...], nearest: str, own: types.ModuleType
+) -> None:
+    own.Misspelt = type("Misspelt", (own.OnImages,), {member: names})
+    with pytest.raises(ValueError, match=f"'{names[-1]}'; did you mean '{nearest}'"):
         build(name="own_algorithms:Misspelt", final_images=True)
 
 
