@@ -342,7 +342,11 @@ def explain(error: Exception) -> str:
         return unknown_name(f"a key of {section}", name, get_type_hints(kind))
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
-        return f"{key} must be {expected}" + (", got null" if "is not Optional" in reason else f": {reason}")
+        default = functools.reduce(
+            lambda section, part: getattr(section, part, None), key.split("."), cast("Any", Config())
+        )
+        null = ", got null" if default is None else f", got null; its default is {default}"
+        return f"{key} must be {expected}" + (null if "is not Optional" in reason else f": {reason}")
     if missing := re.search(r"(?i)missing mandatory value: (\w+)(?:\s+full_key: ([\w.]+))?", text):
         return f"{missing[2] or missing[1]} has no value: ??? stands for one that is still missing"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]
