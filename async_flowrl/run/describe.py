@@ -25,16 +25,19 @@ def first_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> 
     config = prepared.config
     if config.console == "quiet":
         return ""
-    where = os.path.relpath(directory) if directory.is_relative_to(Path.cwd()) else str(directory)
     rows = [
         ("run", run_of(config)),
         ("model", model_of(prepared)),
         *inputs(prepared),
         *resumed(resume),
         ("devices", devices(prepared)),
-        ("files", where),
+        ("files", shown(directory)),
     ]
     return named_lines(rows, LABEL_CHARACTERS)
+
+
+def shown(path: Path) -> str:
+    return min(str(path), os.path.relpath(path), key=len)
 
 
 def dry_run_lines(prepared: Prepared, directory: Path, resume: Resume = START) -> str:

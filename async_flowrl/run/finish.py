@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from async_flowrl.policies.checked import in_diffusers
 from async_flowrl.policies.registry import FAMILIES, ResolvedModel, load_family
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rewards.call import MAX_PROMPT
+from async_flowrl.run.describe import shown
 from async_flowrl.run.prepare import Prepared
 from async_flowrl.run.recovery import Run
 from async_flowrl.run.stopping import StopRequest
@@ -246,12 +246,12 @@ def results(ending: Ending, summary: Mapping[str, Any]) -> None:
     if peaks := summary["memory"]:
         say("memory", ", ".join(f"{pool} {gib:.1f} GiB" for pool, gib in peaks.items()))
     if row := summary["evaluations"]["best"]:
-        say("best", f"{directory.best(tune)} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
+        say("best", f"{shown(directory.best(tune))} (version {row['version']}, {row['curve']} {row['mean']:.4g})")
     trained = (TRAINED[tune], directory.trained(tune))
     for label, path in (trained, ("report", directory.report), ("images", directory.images)):
         if path != directory.report or path.exists():
-            say(label, path)
-    say("summary", directory.summary)
+            say(label, shown(path))
+    say("summary", shown(directory.summary))
     for sentence in summary["warnings"]:
         say("warning", sentence)
 
@@ -301,7 +301,3 @@ def after_failure(ending: Ending) -> None:
     path = find_checkpoint(ending.directory.checkpoints, shares=False)
     if path is not None and not ending.quiet:
         ending.say("next", f"{ending.goes_on} (goes on from step {checkpoint_step(path)})")
-
-
-def shown(path: Path) -> str:
-    return min(str(path), os.path.relpath(path), key=len)
