@@ -206,10 +206,15 @@ def model_of(folder: Path, dtype: torch.dtype, *, kept: str = "", shards: int = 
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_most_bytes_decide(tmp_path: Path, shards: int) -> None:
-    """Norms are often kept in float32."""
+def test_most_bytes_decide(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are often kept in float32. Of a hub's files only the headers are read."""
     model = model_of(tmp_path, torch.bfloat16, kept="norm_out", shards=shards)
     assert resolve_model(ModelConfig(path=str(model))).dtype == "bfloat16"
+    with serving({"stand/in": model}) as hub:
+        used_here(monkeypatch, tmp_path / "cache", hub.address)
+        assert resolve_model(ModelConfig(path="stand/in")).dtype == "bfloat16"
+    assert sum(".safetensors bytes=0-" in request for request in hub.asked) == shards
+    assert not any(file.endswith(".safetensors") for file in hub.fetched())
 
 
 def test_published_models_are_planned_in_what_their_files_hold() -> None:
