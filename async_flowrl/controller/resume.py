@@ -106,7 +106,7 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
             verify_checkpoint(path, shares=shares)
             resume = _read_resume(path)
     except DamagedCheckpoint as error:
-        hint = "" if of_this_run else _instead_of(expanded(config.resume))
+        hint = "" if of_this_run else _instead_of(expanded(config.resume), shares=shares)
         raise ConfigError(f"{error}{hint}") from error
     if resume.path is None:
         return resume
@@ -125,12 +125,12 @@ def find_resume(requests: RequestBuilder, directory: RunDirectory, *, shares: bo
     return replace(resume, forced=forced, notes=tuple(other_inputs(resume.controller["inputs"], now)))
 
 
-def _instead_of(path: Path) -> str:
+def _instead_of(path: Path, *, shares: bool) -> str:
     if (checkpoints := RunDirectory(path).checkpoints).is_dir():
         return f"; it is a run, whose checkpoints are {checkpoints}/step_N"
     for other in written(path) or written(path.parent):
         with suppress(DamagedCheckpoint):
-            verify_checkpoint(other, shares=False)
+            verify_checkpoint(other, shares=shares)
             if other != path:
                 return f"; try resume={other}"
     return ""

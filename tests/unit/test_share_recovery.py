@@ -131,7 +131,11 @@ def test_nothing_but_damaged_shares_ends_the_run_by_name(tmp_path: Path) -> None
         go(root, killing(LATE), disturb=damaging(root, 1, "flip", 0, 2, 4))
     left = go(tmp_path / "another", disturb=kill_after(20.0))
     assert left is not None
-    for checkpoint in written(left / "checkpoints"):
+    *newer, oldest = written(left / "checkpoints")
+    for checkpoint in newer:
         spoil_share(checkpoint, 0)
+    with pytest.raises(ConfigError, match=f"try resume={oldest}$"):
+        go(tmp_path / "from_a_damaged_one", resume=str(newer[0]))
+    spoil_share(oldest, 0)
     with pytest.raises(ConfigError, match="holds no sound checkpoint to go on from"):
         go(left)
