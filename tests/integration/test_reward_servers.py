@@ -209,7 +209,7 @@ def test_a_server_that_hangs_is_started_again(turns: Path, tmp_path: Path, plain
     served = f"+reward.terms.color={term('dying_color:stopped_color', timeout=5.0, hung_seconds=1.5)}"
     run = train(tmp_path / "run", "one_step_off", *QUICK, "~reward.terms.color", served)
     assert run.digest == plain.digest
-    (died,) = faults(run, "ServerDied")
+    died, *_ = faults(run, "ServerDied")  # More where the machine is so busy that a sound server answers late.
     assert re.match("it hung: .*/health did not answer 200 for", died) and "logs/server/color-0.log" in died
     assert not left_behind(tmp_path)
 
