@@ -40,7 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         server.settings_of(options)
         config = compose_config(options.config_name, options.overrides, options.config_dir).reward
         check_fields(config, "reward.")
-        return server.serve(scorer(config), options, ", ".join(config.terms))
+        score = scorer(config)
+        own = {f"http://{host}:{options.port}" for host in ("localhost", server.LOOPBACK, options.host)}
+        for name, term in config.terms.items():
+            urls = term.options.get("url") or ()
+            if own.intersection([urls] if isinstance(urls, str) else urls):
+                raise ConfigError(f"reward.terms.{name}.options.url is that of this server: choose another --port")
+        return server.serve(score, options, ", ".join(config.terms))
     except (ConfigError, server.ServeError, ValueError) as error:
         return refuse(error)
 

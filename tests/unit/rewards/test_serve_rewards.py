@@ -83,6 +83,11 @@ def file_of(image: Image.Image, kind: str) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def test_a_server_that_would_ask_itself_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["reward=http"]) == 2, "both are at port 8000 by default"
+    assert "reward.terms.http.options.url" in capsys.readouterr().err
+
+
 REFUSED = {
     "too many": (body(images=[png()] * 5), 413, "5 images are more than 4"),
     "prompts": (body(images=[png()] * 3, prompts=["a", "b"]), 400, "one prompt for all images, or of 3, one for each"),
