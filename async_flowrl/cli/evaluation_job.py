@@ -18,6 +18,7 @@ from async_flowrl.cli.generate import config_of
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.own_code import absolute
+from async_flowrl.config.paths import find_data
 from async_flowrl.config.resolution import Resolution, configured, frames_of, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, HeldOutConfig, RewardTerm
 from async_flowrl.config.scoring_pools import served_terms
@@ -82,6 +83,8 @@ class Job:
 
 
 def job_of(options: Namespace) -> Job:
+    if options.out is not None and options.out.expanduser().is_file():
+        raise ValueError(f"--out {options.out} is a file: give a folder")
     config, trained = _origin(options)
     _sampling(config, options)
     terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}
@@ -158,7 +161,7 @@ def _named_terms(names: Sequence[str], run_terms: Mapping[str, RewardTerm]) -> d
 def _prompts(config: Config, options: Namespace, *, needs_target: bool) -> tuple[Prompts, str]:
     if options.prompts is not None:
         config.evaluate.max_prompts = options.max_prompts or sys.maxsize
-        file = str(options.prompts.expanduser())
+        file = str(find_data(str(options.prompts), key="--prompts", folder=True))
         alone = DataConfig(train=file, prompt_key=config.data.prompt_key, held_out=0, images=config.data.images)
         return load_data(alone, needs_target=needs_target).train, f"of {file}"
     if not config.data.train:

@@ -147,14 +147,16 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
         ({"prompt": "red", "resolution": 33}, (), r"^{file}:2: .*33, nearest: 32$"),
         ({"prompt": "red", "resolution": 33}, ("--resolution", "49"), r"^resolution .*49, nearest: 48$"),
         ({"prompt": "pale"}, (), r"^{file}:2: .*'pale'"),
+        ({"prompt": "red"}, ("--prompts", "/nowhere.txt"), r"^--prompts=/nowhere\.txt does not exist"),
+        ({"prompt": "red"}, ("--out", __file__), r"^--out .* is a file"),
     ],
 )
-def test_a_prompt_that_cannot_be_made_or_scored_is_named_by_its_line(
+def test_a_prompt_that_cannot_be_made_or_scored_and_a_wrong_path_are_named(
     row: dict[str, Any], options: Sequence[str], named: str, run: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text("".join(json.dumps(each) + "\n" for each in ({"prompt": "blue"}, row)))
-    with pytest.raises(ValueError, match=named.format(file=prompts)):
+    with pytest.raises((ValueError, OSError), match=named.format(file=prompts)):
         measure.evaluate(job_of(parser().parse_args([str(run), "--prompts", str(prompts), *options])))
 
 
