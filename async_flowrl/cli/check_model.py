@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from async_flowrl.algorithms import sde
 from async_flowrl.cli.generate import open_pipeline, run_pipeline, to_edit
 from async_flowrl.config import exit_codes
+from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.error_text import in_one_line
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.resolution import in_pixels, resolution_option
@@ -181,6 +182,8 @@ def settings_of(options: argparse.Namespace) -> tuple[ModelConfig, Sampling]:
     )
     cfg, embedded = resolve_model(model).usual_guidance
     if options.guidance is not None:
+        if refusal := guidance_refusal("--guidance", options.guidance, embedded=embedded > 0):
+            raise ValueError(refusal)
         cfg, embedded = (cfg, options.guidance) if embedded > 0 else (options.guidance, embedded)
     resolution = resolution_option(options.resolution or ("32" if options.model == "tiny" else "512"))
     return model, Sampling(

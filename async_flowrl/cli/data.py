@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from async_flowrl.cli.options import seed
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weight-key", help="data.weight_key: the column of the weight")
     parser.add_argument("--no-images", action="store_true", help="data.images=false: leave image and images to rewards")
     parser.add_argument("--held-out", type=float, help="data.held_out: share that is evaluated instead of trained")
-    parser.add_argument("--held-out-seed", type=int, default=0, help="data.held_out_seed")
+    parser.add_argument("--held-out-seed", type=seed, default=0, help="data.held_out_seed")
     parser.add_argument("--reward", help="of configs/reward/, or file.py:attr: refuse what it could not score")
     parser.add_argument("--model", help="of configs/model/, or a path: count prompts that it cuts, refuse sizes")
     options = parser.parse_args(arguments)

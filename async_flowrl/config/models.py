@@ -84,7 +84,7 @@ def local_index(path: str) -> Path | None:
             raise ValueError(f"model.path {path!r} is not a diffusers folder: it has no model_index.json")
         return index
     if not _HUB_NAME.fullmatch(path):
-        near = [str(entry) for entry in local.parent.iterdir()] if local.parent.is_dir() else []
+        near = [str(entry) for entry in local.parent.iterdir() if entry.is_dir()] if local.parent.is_dir() else []
         reason = "no such folder" if local.is_absolute() else f"no such folder in {Path.cwd()}"
         if path.startswith(GLYPHS_FOLDER):
             reason += ", and it comes with a clone of the repository alone: start the run in the root of one"
