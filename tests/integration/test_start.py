@@ -14,13 +14,14 @@ from separation.processes import descendants
 from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import LIMIT, ROOT, TINY, lines, wait_until
 from tests.integration.watched import SECONDS, WatchedRun
-from tests.support.forked import python
+from tests.support.forked import python, share
 from tests.support.marked import left_after, marked_processes
 
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Is in the environment of all that the test starts."""
+    """Is in the environment of all that the test starts, but not of what forks for all tests."""
+    share()
     monkeypatch.setenv("TEST_MARK", value := f"mark-{uuid.uuid4()}")
     return value
 
