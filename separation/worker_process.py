@@ -125,7 +125,7 @@ def probe_expandable_segments() -> None:
     except torch.OutOfMemoryError:
         pass  # The driver can; the worker will say what has no room.
     except RuntimeError as error:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         log.warning("segments of GPU memory do not grow here, so more is lost to gaps; an allocation failed: %s", error)
 
 

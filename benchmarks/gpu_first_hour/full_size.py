@@ -65,7 +65,7 @@ def others(task: Task) -> None:
 def measured(task: Task, *further: str, title: str = "", model: str = "qwen_image") -> None:
     """Says plan, peak and speed of both pools. Not ok: PyTorch reserves more than the plan with its margin."""
     if real_card() and not any(map(os.environ.get, ALLOCATOR_NAMES)):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # as in a worker that Ray starts
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # as in a worker that Ray starts
     words = [*settings(sizes_here(), model), "placement=separate", *further, *task.words]
     prepared = prepare(precheck(compose_config("one_step_off", [*words, f"output_dir={task.work / 'none'}"])))
     plan = plan_memory(prepared.at_largest)

@@ -203,6 +203,6 @@ def install() -> None:
     }
     for name, value in {**state, **memory, **random, **own}.items():
         setattr(cuda, name, value)
-    cuda.memory._set_allocator_settings = lambda settings: os.environ.update(PYTORCH_ALLOC_CONF=settings)
+    torch._C._accelerator_setAllocatorSettings = lambda env: os.environ.update(PYTORCH_ALLOC_CONF=env)
     cuda.streams.Stream, cuda.streams.Event = Stream, Event
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign, assignment]
