@@ -30,8 +30,12 @@ def policy(request: pytest.FixtureRequest) -> PipelinePolicy:
     return loaded
 
 
-def forward(policy: PipelinePolicy) -> Tensor:
-    encoded = {name: torch.from_numpy(value) for name, value in policy.encode(["red red red"])[0].items()}
+def encode(policy: PipelinePolicy) -> dict[str, Tensor]:
+    """Apart from what is counted: below 2.13 torch's formula refuses attention whose keys have fewer heads."""
+    return {name: torch.from_numpy(value) for name, value in policy.encode(["red red red"])[0].items()}
+
+
+def forward(policy: PipelinePolicy, encoded: dict[str, Tensor]) -> Tensor:
     latents = torch.randn(3, 16, 64, generator=torch.Generator().manual_seed(0))
     return policy.velocity(latents, torch.full((3,), 0.5), encoded, None, SAMPLING)
 
@@ -41,8 +45,9 @@ def test_training_is_what_torch_counts(policy: PipelinePolicy, checkpointing: bo
     """Attention runs unfused here, as two batched products that torch's counter knows."""
     if checkpointing:
         checkpoint_blocks(policy, "full")
+    encoded = encode(policy)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as torchs, FlopCounter() as ours:
-        forward(policy).square().sum().backward()
+        forward(policy, encoded).square().sum().backward()
     assert ours.total == torchs.get_total_flops() > 0
 
 
@@ -50,11 +55,12 @@ def test_training_is_what_torch_counts(policy: PipelinePolicy, checkpointing: bo
 def test_counting_changes_no_bit(policy: PipelinePolicy, checkpointing: bool) -> None:
     if checkpointing:
         checkpoint_blocks(policy, "full")
+    encoded = encode(policy)
 
     def train(around: Any) -> list[Tensor]:
         policy.transformer.zero_grad()
         with around:
-            velocity = forward(policy)
+            velocity = forward(policy, encoded)
             velocity.square().sum().backward()
         gradients = [parameter.grad for parameter in lora_parameters(policy.transformer).values()]
         return [velocity.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
