@@ -136,6 +136,8 @@ def test_wandb_shows_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, re
 
 def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged_offline(tmp_path, monkeypatch)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    folder.rename(folder.with_name("offline-run-first"))  # W&B names folders by the second.
     logged_offline(tmp_path, monkeypatch)
     first, second = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert first.stem == second.stem == f"run-{run_id(tmp_path / 'wandb')}"
