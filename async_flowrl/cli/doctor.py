@@ -38,7 +38,6 @@ from async_flowrl.controller.trainer import TrainerGroup
 from async_flowrl.memory.footprints import GIB
 from async_flowrl.memory.rehearsed import model_sizes
 from async_flowrl.observability.terminal import refuse, say
-from async_flowrl.rewards.model_weights import check_package
 from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 from async_flowrl.run.job import first_cause, refused
 from async_flowrl.run.launch import check_machine, check_pools, check_stored, open_cluster
@@ -67,7 +66,6 @@ FEATURES: Mapping[str, tuple[str, Callable[[], object]]] = {
     "cupy": (f"transport {PYNCCL}", partial(transport_here, PYNCCL)),
     "vllm-omni": ("rollout.engine=vllm_omni", check_installed),
     "serve-rewards": ("serve-rewards", check_packages),
-    "reward hps": ("rewards hpsv2 and hpsv2.1", partial(check_package, "hpsv2", "ftfy", "hps")),
 }
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from async_flowrl.rewards.clip import Clip, normalised, resized
 from async_flowrl.rewards.model_weights import (
-    check_package,
     check_path,
     check_pins,
     loading,
@@ -43,7 +42,6 @@ class HPSv2(Clip):
     file: ClassVar[str] = "HPS_v2_compressed.pt"
 
     def __post_init__(self) -> None:
-        check_package(self.name, "ftfy", "hps")
         super().__post_init__()
         pins = {"revision": (self.checkpoint, self.revision), "model_revision": (self.model, self.model_revision)}
         check_pins(self.name, **pins)

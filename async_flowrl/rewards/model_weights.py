@@ -1,6 +1,5 @@
 """Models of rewards: checks of packages, paths, revisions and devices, and reading of weight files."""
 
-import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -39,12 +38,6 @@ def choose_device(reward: str, option: str) -> "torch.device":
             f"(gpus_per_worker of the reward or of its term), or use auto or cpu"
         )
     return device
-
-
-def check_package(reward: str, package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        install = f"pip install 'async-flowrl[{extra}]'"
-        raise ValueError(f"the {reward} reward needs the package {package}, which is not installed: {install}")
 
 
 class MissingPath(ValueError):

@@ -14,7 +14,7 @@ PACKAGES=(
   ray==2.60.0 diffusers==0.42.1 peft==0.21.2 hydra-core==1.3.8 omegaconf==2.3.1 xxhash==4.1.0
   rapidocr==3.10.0 RapidFuzz==3.14.6 pyclipper==1.4.0 shapely==2.2.0 colorlog==6.12.0
   jsonschema==4.26.0 jsonschema-specifications==2025.9.1 referencing==0.37.0 rpds-py==2026.9.1 importlib_metadata==10.2.0
-  pytest-timeout==2.4.0
+  pytest-timeout==2.4.0 ftfy==6.3.1 wcwidth==0.9.4
 )
 PLATFORMS=()
 for version in _2_28 _2_27 _2_24 _2_17 2014 1; do PLATFORMS+=(--platform "manylinux${version}_x86_64"); done
