@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from async_flowrl.rewards.clip import Clip, normalised, resized
-from async_flowrl.rewards.model_weights import (
-    check_path,
-    check_pins,
-    loading,
-    read_weights,
-    weights_file,
-)
+from async_flowrl.rewards.model_weights import check_path, check_pins, loading, read_weights, weights_file
 from async_flowrl.types import ByteArray, Prompt
 
 if TYPE_CHECKING:

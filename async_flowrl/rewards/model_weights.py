@@ -1,4 +1,4 @@
-"""Models of rewards: checks of packages, paths, revisions and devices, and reading of weight files."""
+"""Models of rewards: checks of paths, revisions and devices, and reading of weight files."""
 
 import math
 import re
