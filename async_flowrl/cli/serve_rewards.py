@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose_config(options.config_name, options.overrides, options.config_dir).reward
         check_fields(config, "reward.")
         score = scorer(config)
-        own = {f"http://{host}:{options.port}" for host in ("localhost", server.LOOPBACK, options.host)}
+        here = ("localhost", server.LOOPBACK, "0.0.0.0")
+        own = {f"http://{host}:{options.port}" for host in (here if options.host in here else [options.host])}
         for name, term in config.terms.items():
             urls = term.options.get("url") or ()
             if own.intersection([urls] if isinstance(urls, str) else urls):
