@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         here = ("localhost", server.LOOPBACK, "0.0.0.0")
         own = {f"http://{host}:{options.port}" for host in (here if options.host in here else [options.host])}
         for name, term in config.terms.items():
-            urls = term.options.get("url") or ()
-            if own.intersection([urls] if isinstance(urls, str) else urls):
+            url = term.options.get("url")
+            if any(str(each).rstrip("/") in own for each in (url if isinstance(url, list) else [url])):
                 raise ConfigError(f"reward.terms.{name}.options.url is that of this server: choose another --port")
         return server.serve(score, options, ", ".join(config.terms))
     except (ConfigError, server.ServeError, ValueError) as error:
