@@ -39,10 +39,10 @@ def test_the_screens_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
     assert [line.split(" |")[0] for line in lines if line.startswith("step ")] == ["step 1/2", "step 2/2"]
     assert re.search(r"^result   On 2 training prompts, the reward went from ", text, re.MULTILINE)
+    shown = min(str(folder), os.path.relpath(folder, ROOT), key=len)
     for label, path in (("LoRA", "lora"), ("images", "images"), ("summary", "summary.json")):
-        assert f"{label:8} {folder}/{path}" in text
+        assert f"{label:8} {shown}/{path}" in text
         assert (folder / path).exists()
     assert "report  " not in text, "monitor.report=false writes none"
-    shown = min(str(folder), os.path.relpath(folder, ROOT), key=len)
     assert f"async-flowrl generate --lora {shown}/lora --prompt 'red red red red' --out {shown}/before_" in text
     assert f"async-flowrl evaluate {shown}" in text
