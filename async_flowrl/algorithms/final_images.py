@@ -7,7 +7,6 @@ a function of (seed, step, group), of the image too if it has its own, and predi
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +20,6 @@ from async_flowrl.config.schema import AlgorithmConfig
 
 MIN_DEVIATION = 1e-5
 PREDICTED = ("velocity", "noised", "noise", "error", "deviation")  # What `predict` can give (see base.Prediction).
-
-
-class _Declared(dict[str, Any]):
-    def __missing__(self, name: str) -> Any:
-        raise ValueError(unknown_name("what an objective reads, `predicts` or `uses` names: it", name, self))
 
 
 class FinalImages(GroupAdvantages, ABC):
@@ -73,8 +67,6 @@ class FinalImages(GroupAdvantages, ABC):
         if "velocity" in current:
             # Converted once, so that the gradients of objective and penalty meet in float64.
             current = {**current, "velocity": current["velocity"].double()}
-        current = cast("Prediction", _Declared(current))
-        frozen = _Declared({name: _Declared(prediction) for name, prediction in frozen.items()})
         loss, metrics = self.objective(batch, current, frozen)
         ones, nonzero = torch.ones_like(loss), (batch.advantages != 0).double()
         unused = {"ratio": ones, "clip_fraction": 0.0 * ones, "log_prob_gap": 0.0 * ones}

@@ -130,6 +130,9 @@ def _factory(name: str) -> Any:
 
 
 def _built(factory: Any, config: AlgorithmConfig, correction: str) -> Any:
+    for member in ("predicts", "reads", "needs", "uses"):
+        if isinstance(text := getattr(factory, member, ()), str):
+            raise ValueError(f"`{member}` of {config.name} must be a tuple of names, such as ({text!r},), got {text!r}")
     check_options("algorithm.options", factory, config.options, beside=("config", "correction"))
     try:
         return factory(config, correction=correction, **config.options)

@@ -30,6 +30,7 @@ from async_flowrl.algorithms.base import (
     keeps_proximal,
 )
 from async_flowrl.algorithms.sde import expand
+from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import reference_mode
 from async_flowrl.policies.pipeline import PipelinePolicy
@@ -177,7 +178,11 @@ class ForwardPasses:
         if batch.group_means is None and (terms := getattr(algorithm, "group_terms", None)) is not None:
             seen = {name: of for name, of in needed.items() if name in OF_GROUPS}
             batch = replace(batch, group_means=means_of_levels(batch, terms(batch, detached(current), seen)))
-        output = algorithm.loss(batch, current, needed)
+        try:
+            output = algorithm.loss(batch, current, needed)
+        except KeyError as error:
+            reads = f"what the loss of algorithm {algorithm.name} reads, of a prediction or of those of `needs`,"
+            raise ValueError(unknown_name(reads, error.args[0], {*current, *needed})) from error
         for name, value in (("loss", output.loss), *output.metrics.items()):
             if getattr(value, "shape", None) != batch.sigma.shape:
                 given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

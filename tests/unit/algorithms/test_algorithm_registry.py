@@ -139,14 +139,18 @@ def test_own_algorithm_by_path(own: types.ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "names", "nearest"),
-    [("uses", ("references",), "reference"), ("predicts", ("velocity", "noisd"), "noised")],
+    ("member", "names", "named"),
+    [
+        ("uses", ("references",), "'references'; did you mean 'reference'"),
+        ("predicts", ("velocity", "noisd"), "'noisd'; did you mean 'noised'"),
+        ("predicts", "velocity", "must be a tuple"),
+    ],
 )
 def test_an_own_algorithm_may_name_only_predictions_that_there_are(
-    member: str, names: tuple[str, ...], nearest: str, own: types.ModuleType
+    member: str, names: tuple[str, ...] | str, named: str, own: types.ModuleType
 ) -> None:
     own.Misspelt = type("Misspelt", (own.OnImages,), {member: names})
-    with pytest.raises(ValueError, match=f"'{names[-1]}'; did you mean '{nearest}'"):
+    with pytest.raises(ValueError, match=named):
         build(name="own_algorithms:Misspelt", final_images=True)
 
 

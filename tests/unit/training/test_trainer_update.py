@@ -214,8 +214,19 @@ class OneNumber(FlowGRPO):
         return LossOutput(output.loss.mean(), output.metrics)
 
 
-def test_a_loss_that_is_not_a_number_per_row_is_refused(handed: list[list[rig.Handed]]) -> None:
+class Undeclared(FlowGRPO):
+    def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
+        return super().loss(batch, dict(current)["error"], frozen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("OneNumber", "flow_grpo must be a tensor"), ("Undeclared", "log_prob, mean, std, got 'error'")],
+)
+def test_a_loss_that_gives_or_reads_what_it_must_not_is_refused(
+    name: str, named: str, handed: list[list[rig.Handed]]
+) -> None:
     config = rig.tiny_config()
-    config.algorithm.name = f"{__name__}:OneNumber"
-    with pytest.raises(ValueError, match="flow_grpo must be a tensor"):
+    config.algorithm.name = f"{__name__}:{name}"
+    with pytest.raises(ValueError, match=named):
         rig.update(rig.trainer(config), 0, handed[0])
