@@ -7,7 +7,6 @@ adapter with a tiny network. A package of theirs that is not installed and does 
 import importlib
 import importlib.abc
 import importlib.machinery
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.base import MicroBatch, draw
+from tests.support.json_rows import json_rows
 from tests.unit.algorithms.algorithm_cases import Network, build, final_rows, nudged
 
 COMMIT = "a0b2bc5a2b4fbf9125429b3fb70c0c5d7631047c"
@@ -202,7 +202,7 @@ def main(folder: str) -> None:
     sys.meta_path.append(Absent())
     sys.path.insert(0, str(Path(folder) / "src"))
     results = {case: trained(*settings) for case, settings in CASES.items()}
-    EXPECTED.write_text(json.dumps({"commit": COMMIT, "cases": results, "gdpo": gdpo()}, indent=1) + "\n")
+    EXPECTED.write_text(json_rows({"commit": COMMIT, "cases": results, "gdpo": gdpo()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from async_flowrl.rewards.hps import to_transformers
+from tests.support.json_rows import json_rows
 from tests.support.upstream_rewards.inputs import (
     EMBED,
     LAYERS,
@@ -203,7 +204,7 @@ def main() -> None:
             "pickscore": pickscore(folder),
         }
     for name, content in (("expected", expected), ("published", published())):
-        Path(__file__).with_name(f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        Path(__file__).with_name(f"{name}.json").write_text(json_rows(content) + "\n")
 
 
 if __name__ == "__main__":
