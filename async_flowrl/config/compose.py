@@ -329,9 +329,10 @@ def is_hydras(override: str) -> bool:
 
 def explain(error: Exception) -> str:
     """Returns one sentence for an error of Hydra or OmegaConf; of a wrong type, which type the key takes."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ValidationError | ConfigTypeError | ConfigIndexError):
-        cause = cause.__cause__ or cause.__context__
+    causes: list[BaseException | None] = [error]
+    while (cause := causes[-1]) and not isinstance(cause, ValidationError | ConfigTypeError | ConfigIndexError):
+        following = cause.__cause__ or cause.__context__
+        causes.append(None if following in causes else following)  # under a debugger OmegaConf's errors form a circle
     key = re.sub(r"\[\d+\]", "", str(getattr(cause, "full_key", None) or ""))
     text = f"{error}\n{error.__cause__ or ''}\n{cause or ''}"
     unknown = re.search(r"Key '\w+' not in '\w+'\s+full_key: ([\w.]+)", text)

@@ -181,6 +181,13 @@ def test_bad_input_ends_with_exit_code_2_and_a_line_that_names_the_key(
     assert not out.exists()
 
 
+def test_under_a_debugger_where_omegaconf_chains_an_error_to_itself(
+    monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    monkeypatch.setenv("OC_CAUSE", "1")  # which OmegaConf takes for a debugger
+    assert "'weight'" in refused(["reward.terms={ocr: {weihgt: 2}}"])
+
+
 OWN_MODULES = {
     "broken_on_import": 'raise OSError("libcudart is not\\nhere")',
     "own_algorithm": """
