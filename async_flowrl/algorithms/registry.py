@@ -31,7 +31,7 @@ from async_flowrl.algorithms.window import (
     rows_per_image,
     trains_on_final_images,
 )
-from async_flowrl.config.error_text import check_options, in_one_line, unknown_name
+from async_flowrl.config.error_text import as_written, check_options, in_one_line, unknown_name
 from async_flowrl.config.own_code import OWN_CODE, import_named
 from async_flowrl.config.schema import AlgorithmConfig, Config
 
@@ -320,5 +320,6 @@ def unused_field(config: AlgorithmConfig) -> str | None:
             continue
         use = f"{', '.join(used_by)} {'uses' if len(used_by) == 1 else 'use'} it"
         meant = " (TRL's beta is algorithm.kl_coef here)" if member.name == "beta" else ""
-        return f"algorithm.{member.name}={value} has no effect with {config.name}: leave it out{meant}; {use}"
+        setting = f"algorithm.{member.name}={as_written(value)}"
+        return f"{setting} has no effect with {config.name}: leave it out{meant}; {use}"
     return None

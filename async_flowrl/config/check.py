@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from async_flowrl.config.error_text import did_you_mean, unknown_name
+from async_flowrl.config.error_text import as_written, did_you_mean, unknown_name
 from async_flowrl.config.models import is_toy
 from async_flowrl.config.resolution import configured, in_pixels, pixels
 from async_flowrl.config.schema import FULL, LORA, SHARED, Config
@@ -299,7 +299,7 @@ def _shared(config: Config) -> Iterator[str]:
         if one != other:
             yield (
                 f"placement=shared has each process be a trainer rank and a rollout worker, so trainer.{key} and "
-                f"rollout.{key} must be equal, got {_as_written(one)} and {_as_written(other)}"
+                f"rollout.{key} must be equal, got {as_written(one)} and {as_written(other)}"
             )
     for name in sorted(trainer.environment.keys() & rollout.environment.keys()):
         if trainer.environment[name] != rollout.environment[name]:
@@ -321,10 +321,6 @@ def _shared(config: Config) -> Iterator[str]:
     if (transport := config.checkpoint_engine.transport) not in ("object_store", "auto"):
         must = "checkpoint_engine.transport must be object_store or auto"
         yield f"placement=shared sends no versions, as each worker makes them itself: {must}, got {transport}"
-
-
-def _as_written(value: object) -> str:
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def sharing_refusal(config: Config, workers: int) -> str | None:

@@ -26,7 +26,7 @@ from omegaconf.errors import ConfigIndexError, ConfigKeyError, ConfigTypeError, 
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from async_flowrl.config.check import ConfigError, removed, section_or_null, unknown_keys
-from async_flowrl.config.error_text import did_you_mean, first_line, unknown_name
+from async_flowrl.config.error_text import as_written, did_you_mean, first_line, unknown_name
 from async_flowrl.config.models import is_toy
 from async_flowrl.config.own_code import absolute
 from async_flowrl.config.paths import config_dir, expanded
@@ -346,8 +346,8 @@ def explain(error: Exception) -> str:
         default = functools.reduce(
             lambda section, part: getattr(section, part, None), key.split("."), cast("Any", Config())
         )
-        null = ", got null" if default is None else f", got null; its default is {default}"
-        return f"{key} must be {expected}" + (null if "is not Optional" in reason else f": {reason}")
+        null = "null" if default is None or is_dataclass(default) else f"null; its default is {as_written(default)}"
+        return f"{key} must be {expected}" + (f", got {null}" if "is not Optional" in reason else f": {reason}")
     if missing := re.search(r"(?i)missing mandatory value: (\w+)(?:\s+full_key: ([\w.]+))?", text):
         return f"{missing[2] or missing[1]} has no value: ??? stands for one that is still missing"
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines() if line.strip()]

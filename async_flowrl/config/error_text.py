@@ -37,6 +37,11 @@ def _digits(text: str) -> str:
     return "".join(filter(str.isdigit, text))
 
 
+def as_written(value: Any) -> str:
+    """Returns a value as it is written on the command line, e.g. "null" for None."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def in_one_line(error: BaseException) -> str:
     """Returns type and text of an exception on one line; of an exception group, those of the first one in it."""
     while isinstance(error, BaseExceptionGroup):

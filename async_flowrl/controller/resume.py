@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from async_flowrl.config.check import ConfigError
+from async_flowrl.config.error_text import as_written
 from async_flowrl.config.own_code import source_of
 from async_flowrl.config.paths import expanded
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
@@ -42,8 +43,8 @@ logger = logging.getLogger(__name__)
 # Beginnings of the differences with which a checkpoint's tensors have other shapes, or some are lacking.
 UNFIT = (
     *("tune ", "full.", "lora.rank ", "lora.targets ", "model.family ", "model.tiny."),
-    *("trainer.ema_decay was None", "algorithm.old_policy_decay was copy", "algorithm.average_decay was None"),
-    "algorithm.reference_every was None",
+    *("trainer.ema_decay was null", "algorithm.old_policy_decay was copy", "algorithm.average_decay was null"),
+    "algorithm.reference_every was null",
 )
 
 
@@ -232,8 +233,8 @@ def numerics(config: Config, device: str) -> dict[str, Any]:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns one phrase per changed entry, e.g. `trainer.threads was 1 and is 2`."""
-    return [f"{key} was {before.get(key)} and is {now.get(key)}" for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key)]  # fmt: skip
+    values = ((key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()))
+    return [f"{key} was {as_written(old)} and is {as_written(new)}" for key, old, new in values if old != new]
 
 
 @lru_cache(maxsize=16)

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from async_flowrl.config.compose import record_of, resume_command, typed_command
+from async_flowrl.config.error_text import as_written
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.observability.bottleneck import step_pools
 from async_flowrl.observability.ledger import STATES, pool_of
@@ -104,7 +105,7 @@ def settings_of(run: Records) -> dict[str, Any]:
         if "reward.terms." in key and setting in TERM and setting != "weight":  # A weight is always shown.
             defaults[key] = TERM[setting]
     changed = [
-        {"key": key, "value": shown(value), "default": shown(defaults[key]) if key in defaults else "–"}
+        {"key": key, "value": as_written(value), "default": as_written(defaults[key]) if key in defaults else "–"}
         for key, value in values.items()
         if key not in OF_NO_MATTER and (key not in defaults or defaults[key] != value)
     ]
@@ -117,7 +118,7 @@ def differences(runs: Sequence[Records]) -> dict[str, Any] | None:
         return None
     configs = [flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in OF_NO_MATTER)
-    rows = {key: [shown(config[key]) if key in config else "–" for config in configs] for key in keys}
+    rows = {key: [as_written(config[key]) if key in config else "–" for config in configs] for key in keys}
     return {"rows": [{"key": key, "values": values} for key, values in rows.items() if len(set(values)) > 1]}
 
 
@@ -129,8 +130,3 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flattened |= flat(value, f"{prefix}.{key}" if prefix else str(key))
     return flattened
-
-
-def shown(value: Any) -> str:
-    """The value as it is written on the command line, e.g. "null" for None."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

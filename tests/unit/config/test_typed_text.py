@@ -51,7 +51,8 @@ def test_a_dictionary_gets_what_it_lacks(override: str, found: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("evaluate.every=null", "evaluate.every must be an integer, got null; its default is 0$"),
+        ("evaluate.before_training=null", "got null; its default is true$"),
+        ("limits=null", "got null$"),
         ("rollout.resolutions.0=32", "rollout.resolutions must be a list"),
         ("trainer=null", "trainer must be one of .*, got 'null'"),
         ("trainer=1", "trainer must be one of .*, got '1'"),
