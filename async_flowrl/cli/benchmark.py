@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from async_flowrl.cli.options import count, pair
+from async_flowrl.cli.options import count, folder, pair
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.error_text import unknown_name
+from async_flowrl.observability.summary import WARM_UP_STEPS
 from async_flowrl.observability.terminal import refuse, say
 from separation.text_table import markdown_table
 
@@ -109,7 +110,10 @@ def compare(options: argparse.Namespace, selected: Variants) -> list[dict[str, M
     overrides = [f"total_steps={options.steps}", *DEFAULT_LOAD, *options.overrides]
     rounds = []
     with tempfile.TemporaryDirectory() as place:
-        compose_config(next(iter(selected.values()))[0], [*overrides, f"output_dir={place}/none"])
+        for name, (mode, words) in selected.items():
+            config = compose_config(mode, [*overrides, *words, f"output_dir={place}/none"])
+            if config.total_steps <= (least := WARM_UP_STEPS + config.max_staleness):
+                raise ValueError(f"--steps must be above {least} with the variant {name}, got {config.total_steps}")
         for repeat in range(options.repeats):
             measured = {}
             for name in reversed([*selected]) if repeat % 2 else selected:
@@ -173,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
     command_line = argparse.ArgumentParser(prog="async-flowrl benchmark", description=__doc__)
     option = command_line.add_argument
     option("overrides", nargs="*", metavar="key=value", help="configuration of all variants")
-    option("--out", type=Path, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
+    option("--out", type=folder, default=Path("outputs/benchmark"), help="benchmark.{json,md,png} go here")
     option("--steps", type=count, default=9, help="training steps per run; the first two are warm-up")
     option("--repeats", type=count, default=2)
     option("--devices", type=count, help="default: all GPUs, or two CPU cores")
@@ -190,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         return refuse(error)
     command = shlex.join(["async-flowrl", "benchmark", *words])
-    out: Path = options.out.expanduser()
+    out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     repeats = [{name: asdict(run) for name, run in measured.items()} for measured in rounds]
     record = {"command": command, "rounds": repeats}

@@ -13,7 +13,7 @@ import torch
 
 from async_flowrl.cli.before_after import evaluate, table, write
 from async_flowrl.cli.evaluation_job import job_of
-from async_flowrl.cli.options import count, seed
+from async_flowrl.cli.options import count, folder, seed
 from async_flowrl.config import exit_codes
 from async_flowrl.controller.reward_servers import ServerLost
 from async_flowrl.observability.terminal import refuse
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         comparison = evaluate(job_of(options), device="cuda" if torch.cuda.is_available() else "cpu")
         sys.stdout.write(table(comparison))
-        for written in write(comparison, options.out.expanduser()) if options.out is not None else ():
+        for written in write(comparison, options.out) if options.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
         return refuse(error)
@@ -53,5 +53,5 @@ def parser() -> argparse.ArgumentParser:
     option("--num-inference-steps", type=count, help="denoising steps")
     option("--guidance", type=float, help="guidance scale, of the kind that the model family takes")
     option("--resolution", metavar="SIZE", help="512, [FRAMESx]HEIGHTxWIDTH in pixels (default: by prompt or run)")
-    option("--out", type=Path, help="a folder for evaluation.json and before_after.png")
+    option("--out", type=folder, help="a folder for evaluation.json and before_after.png")
     return command_line

@@ -83,8 +83,6 @@ class Job:
 
 
 def job_of(options: Namespace) -> Job:
-    if options.out is not None and options.out.expanduser().is_file():
-        raise ValueError(f"--out {options.out} is a file: give a folder")
     config, trained = _origin(options)
     _sampling(config, options)
     terms = {name: (term, TRAINED) for name, term in config.reward.terms.items()}

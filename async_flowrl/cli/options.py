@@ -1,6 +1,7 @@
 """Types of command line options, for argparse."""
 
 import argparse
+from pathlib import Path
 
 from async_flowrl.config.settings import MAX_SEED
 
@@ -15,6 +16,12 @@ def seed(value: str) -> int:
     if not 0 <= (number := int(value)) <= MAX_SEED:
         raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_SEED}, got {value}")
     return number
+
+
+def folder(value: str) -> Path:
+    if (path := Path(value).expanduser()).is_file():
+        raise argparse.ArgumentTypeError(f"must be a folder, and {value} is a file")
+    return path
 
 
 def pair(value: str) -> tuple[int, int]:

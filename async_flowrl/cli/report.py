@@ -51,13 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     option = command_line.add_argument
     option("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a folder of a --multirun")
-    option("--out", type=Path, help="file to write")
+    option("--out", type=Path, help="file to write, or a folder for report.html")
     option("--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)")
     options = command_line.parse_args(arguments)
     try:
+        if not 0 <= (options.max_mib or 0) < float("inf"):
+            raise ValueError(f"--max-mib must be a number from 0 on, got {options.max_mib}")
         runs = runs_in(options.runs)
-        folder = runs[0] if len(runs) == 1 else options.runs[0] if len(options.runs) == 1 else Path()
-        out = options.out or folder / "report.html"
+        out = options.out or (runs[0] if len(runs) == 1 else options.runs[0] if len(options.runs) == 1 else Path())
+        out = out / "report.html" if out.is_dir() else out
         write_page(runs, out, max_mib=options.max_mib)
         sys.stdout.write(f"{out}\n")
     except (ValueError, OSError) as error:

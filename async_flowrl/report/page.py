@@ -26,6 +26,7 @@ SCRIPTS = ("dom.js", "charts.js", "timeline.js", "gallery.js", "sections.js", "s
 
 
 def write_page(runs: list[Path], path: Path, *, max_mib: float | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, render(document(runs), max_mib=max_mib))
 
 

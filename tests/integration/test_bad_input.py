@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from async_flowrl.__main__ import main as verb
 from async_flowrl.main import home_expanded, main
 from tests.integration.runs import LIMIT, ROOT
 
@@ -280,6 +281,25 @@ def test_prompt_files(tmp_path: Path, refused: Refused) -> None:
     assert f"{bare}:3" in message
     assert "double quotes" in message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("report RUN --max-mib -1", "--max-mib"),
+        ("report RUN --max-mib inf", "--max-mib"),
+        (f"evaluate RUN --out {__file__}", "--out"),
+        (f"benchmark --out {__file__}", "--out"),
+        ("benchmark --steps 4", "--steps must be above 4 with the variant fully_async, got 4"),
+    ],
+)
+def test_another_command_refuses_before_it_works(
+    words: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["async-flowrl", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        sys.exit(verb())
+    assert end.value.code == 2 and named in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["glyphs", "glyphs_edit", "glyphs_motion"])

@@ -148,7 +148,6 @@ def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path)
         ({"prompt": "red", "resolution": 33}, ("--resolution", "49"), r"^resolution .*49, nearest: 48$"),
         ({"prompt": "pale"}, (), r"^{file}:2: .*'pale'"),
         ({"prompt": "red"}, ("--prompts", "/nowhere.txt"), r"^--prompts=/nowhere\.txt does not exist"),
-        ({"prompt": "red"}, ("--out", __file__), r"^--out .* is a file"),
     ],
 )
 def test_a_prompt_that_cannot_be_made_or_scored_and_a_wrong_path_are_named(
