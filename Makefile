@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup environments demo test pytest test-quick test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server test-oldest docs docs-serve docs-release lint size prove e2e clean
+.PHONY: setup environments demo test pytest test-quick test-extended test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server test-oldest docs docs-serve docs-release lint size prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -33,8 +33,17 @@ unexport PYTHONDONTWRITEBYTECODE
 test: setup
 	$(MAKE) --jobs=2 lint pytest
 
+IN_PROCESSES := -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadgroup --no-loadscope-reorder
+
 pytest: setup
-	$(RUN) -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadgroup --no-loadscope-reorder
+	$(RUN) -m pytest $(IN_PROCESSES)
+
+# More cases, families and recipes of what `make test` covers: they reach no line or branch that it does not.
+test-extended: setup
+	$(RUN) -m pytest $(IN_PROCESSES) -m "extended and $(ANYWHERE)"
+
+# What needs neither a GPU nor root nor minutes.
+ANYWHERE := not (slow or gpu or pretend_gpu or nodes)
 
 # Between two edits: what changed is linted, and what everything rests on is tested, most of it in virtual time.
 CHANGED = $(shell git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')
@@ -75,7 +84,7 @@ test-pretend-gpu: setup $(PRETEND_CUPY)/.installed
 
 test-pretend-gpu-slow: setup $(PRETEND_CUPY)/.installed
 	$(ON_DEVICE) -m "(gpu or pretend_gpu) and not real_gpu and slow" tests/gpu tests/pretend_gpu $(OF_DEVICES)
-	$(ON_DEVICE) $(OF_DEVICES)
+	$(ON_DEVICE) -m "$(ANYWHERE)" $(OF_DEVICES)
 
 # The rollout engine vllm_omni pins older diffusers and transformers, so its tests have an environment of their own. vllm
 # comes without its dependencies, most of which need a GPU; tests/vllm_omni/requirements.txt names the others. PyPI's
@@ -126,7 +135,7 @@ test-oldest: setup
 	$(PYTHON) -m venv --clear $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python $(INSTALL) --no-deps --requirement build/oldest.txt
 	$(OLDEST_VENV)/bin/python $(INSTALL) --no-deps --editable .
-	$(OLDEST_VENV)/bin/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup tests/unit
+	$(OLDEST_VENV)/bin/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup -m "$(ANYWHERE)" tests/unit
 
 # The documentation site, into build/site; what documents link to must be there.
 DOCS_VENV ?= .venv-docs

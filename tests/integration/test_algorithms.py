@@ -56,6 +56,7 @@ def gain(run: Run) -> float:
     return float(run.metrics[-1]["evaluation/reward/mean"] - run.metrics[0]["evaluation_before/reward/mean"])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("algorithm", [*FOLLOW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_the_policy_follows_its_reward(algorithm: str, tmp_path: Path) -> None:
     run = follow(tmp_path / "run", algorithm)
@@ -90,6 +91,7 @@ def test_the_policy_follows_the_gradient_of_its_reward(negated: bool, tmp_path: 
 SLOW_CORRECTIONS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mask", "tis")]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("correction", ["rollout_tis", *SLOW_CORRECTIONS])
 def test_stale_samples_are_corrected_under_the_weights_that_made_them(correction: str, tmp_path: Path) -> None:
     """What the trainer recomputes under the retained adapter is what the rollout saw, two versions later too."""

@@ -245,6 +245,7 @@ def test_nccl_is_asked_of_the_machine_not_of_the_controllers_torch(
         capsys.readouterr()
 
 
+@pytest.mark.extended
 def test_a_model_that_is_only_out_of_reach_is_not_called_misspelt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
@@ -254,6 +255,7 @@ def test_a_model_that_is_only_out_of_reach_is_not_called_misspelt(
     assert "did you mean" not in message
 
 
+@pytest.mark.extended
 def test_unknown_key_and_wrong_type_in_a_file(tmp_path: Path, refused: Refused) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
@@ -327,6 +329,7 @@ def test_output_directory(tmp_path: Path, refused: Refused) -> None:
         assert "cannot be written" in refused([*place, HERE])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("terms", ["reward.terms", "evaluate.reward.terms"])
 def test_edits_of_another_shape_than_their_source(terms: str, tmp_path: Path, refused: Refused) -> None:
     Image.new("RGB", (24, 16)).save(tmp_path / "a.png")
@@ -362,6 +365,7 @@ def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.extended
 def test_as_a_process(tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = command("mode=one_stp_off", f"output_dir={out}")

@@ -117,6 +117,7 @@ NO_COMPUTING = {
 ANSWERED = {name for name in NO_COMPUTING if "help" in name} | {"no verb", "version"}
 
 
+@pytest.mark.extended
 def test_an_answer_that_needs_no_tensor_loads_no_torch() -> None:
     """All are asked in one process; a module counts for the case that is the first to load it."""
     command = [sys.executable, "-c", ANSWERS, json.dumps(NO_COMPUTING)]

@@ -34,6 +34,7 @@ SECONDS = 900.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED")
 
 
+@pytest.mark.extended
 def test_what_it_trains_by_itself_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words where it is given none, as far as the model's own configuration."""
     (words,) = re.findall(r"words=\((--config-name .*?)\)", SCRIPT.read_text(), flags=re.DOTALL)

@@ -124,6 +124,7 @@ def event_calls() -> Iterator[tuple[str, list[str]]]:
                 yield node.args[0].value, [keyword.arg for keyword in node.keywords if keyword.arg]
 
 
+@pytest.mark.extended
 def test_every_event_is_explained_with_its_fields_and_every_explained_one_is_recorded(runs: list[Run]) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (`\w+`.*) \| .* \|$", DIRECTORY, flags=re.MULTILINE)
     explained = {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}

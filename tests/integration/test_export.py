@@ -68,6 +68,7 @@ def latents_of(pipeline: QwenImagePipeline) -> Tensor:
     return made
 
 
+@pytest.mark.extended
 def test_the_rollout_engines_images_come_back(
     trained: QwenImagePolicy, shared_models: SharedModels, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_the_rollout_engines_images_come_back(
     assert np.abs(made.astype(int) - plain).max() > 10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_7"])
 def test_the_newest_checkpoint_of_a_run_is_exported(
     trained: QwenImagePolicy, expected: Tensor, tmp_path: Path, inside: str

@@ -7,6 +7,7 @@ import pytest
 from tests.integration.runs import Run, train
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("steps", "save", "evaluate"),
     [(1, 0, 0), (5, 2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 5, 5), (4, 4, 2)))],

@@ -75,6 +75,7 @@ def expected(trained: PipelinePolicy) -> Tensor:
     return output(trained)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", TWO_AND_SLOW, indirect=True)
 def test_a_runs_folder_is_for_diffusers_and_for_peft(
     family: str, lora: LoraFile, expected: Tensor, pipeline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -96,6 +97,7 @@ def test_a_runs_folder_is_for_diffusers_and_for_peft(
     model.unload()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("form", sorted(lora_formats.FORMS))
 def test_single_files_load_in_diffusers(
     family: str, form: str, lora: LoraFile, expected: Tensor, pipeline: Any, tmp_path: Path

@@ -44,6 +44,7 @@ def check(run: Run, steps: int) -> None:
     assert run.column("log_prob_gap")[0] < 1e-6
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "family",
     [
@@ -217,6 +218,7 @@ def test_placements_workers_and_a_resume_make_the_same_weights(separate: Run, tm
     assert plain.digests[1] != separate.digests[1]
 
 
+@pytest.mark.extended
 def test_what_is_exported_is_for_the_model_in_its_files(separate: Run, tmp_path: Path) -> None:
     assert export.main([str(separate.root), str(tmp_path / "out"), "--merged"]) == 0
     assert "quantised to nf4" in (tmp_path / "out" / "README.md").read_text()

@@ -63,6 +63,7 @@ def test_the_same_weights_with_two_workers_and_delays_everywhere(
     assert run.column("staleness/max") == plain[mode].column("staleness/max")
 
 
+@pytest.mark.extended
 def test_the_same_weights_with_smaller_tickets_made_out_of_order(plain: dict[str, Run], tmp_path: Path) -> None:
     """Batches of another size round differently: the reference cuts its tickets into chunks of the same size."""
     whole = train(tmp_path / "whole", "one_step_off", SHORT, "rollout.batch_size=2")
@@ -76,6 +77,7 @@ def test_stream_is_sync_with_the_same_micro_batches(plain: dict[str, Run]) -> No
     assert plain["stream"].sample_log == plain["sync"].sample_log
 
 
+@pytest.mark.extended
 def test_stream_hands_every_group_over_while_the_last_of_its_step_is_made(tmp_path: Path) -> None:
     """The last ticket is not made before the others are with the trainer: with another hand-over, the run would end
     with an error."""
@@ -90,6 +92,7 @@ def test_stream_hands_every_group_over_while_the_last_of_its_step_is_made(tmp_pa
     assert stream.digests == train(tmp_path / "sync", "sync", *settings).digests
 
 
+@pytest.mark.extended
 def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) -> None:
     """The trainer replays, with the weights that sampled, what the rollout did: guidance included, B no longer zero."""
     learning = ["rollout.true_cfg_scale=4", "rollout.negative_prompt=a grey and dull picture", "total_steps=5"]
@@ -101,6 +104,7 @@ def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) ->
     assert not set(run.digests[1:]) & set(plain["one_step_off"].digests[1:])
 
 
+@pytest.mark.extended
 def test_the_closed_loop_on_policy(tmp_path: Path) -> None:
     """Trained on what it sampled itself, the trainer's own log-probs are the rollout's."""
     run = train(tmp_path, "sync", "rollout.true_cfg_scale=4", "total_steps=4")
@@ -110,6 +114,7 @@ def test_the_closed_loop_on_policy(tmp_path: Path) -> None:
         assert line["behaviour_gap"] < 1e-6
 
 
+@pytest.mark.extended
 def test_two_updates_per_batch(plain: dict[str, Run], tmp_path: Path) -> None:
     once, again = (
         train(tmp_path / name, "one_step_off", SHORT, "hand_over=batch", "trainer.updates_per_batch=2", *extra)

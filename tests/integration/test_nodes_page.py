@@ -45,6 +45,7 @@ def test_every_block_says_where_it_runs() -> None:
     assert {block.node for block in blocks() if block.mark == "node"} == {1, 2, 3}
 
 
+@pytest.mark.extended
 def test_the_command_for_64_gpus_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as the model's own configuration; what looks at the cluster is left out."""
     (block,) = [block for block in blocks() if block.mark == "gpu"]

@@ -110,6 +110,7 @@ def seconds(run: Run) -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.extended
 def test_a_delay_moves_the_seconds_of_its_stage_and_of_no_other(tmp_path: Path) -> None:
     """Each stage has a delay of its own, so that one booked elsewhere, or twice, would show there."""
     delays = {stage: number * DELAY for number, stage in enumerate(("generate", "score", "update", "publish"), 1)}

@@ -98,6 +98,7 @@ def url(run: Run) -> str:
     return (run.root / "report.html").as_uri()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_it_is_whole_and_fits(browser: Any, url: str, width: int, scheme: str) -> None:
     opened = Opened(browser, url, width=width, scheme=scheme)
@@ -125,6 +126,7 @@ def test_prompts_are_shown_as_they_are(browser: Any, url: str) -> None:
     assert "9,999 characters" in page.inner_text("#images .prompt")
 
 
+@pytest.mark.extended
 def test_slider_views_charts_and_images_work_by_keyboard(browser: Any, url: str) -> None:
     opened = Opened(browser, url)
     page = opened.page

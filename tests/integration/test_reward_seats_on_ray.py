@@ -54,6 +54,7 @@ async def scores(groups: Mapping[str, WorkerGroup]) -> dict[str, Scores]:
     }
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("ray_here")
 def test_workers_have_seats_and_see_no_gpu() -> None:
     """On a cluster without GPUs, with two devices for the judge and one for the held-out term."""

@@ -177,6 +177,7 @@ def test_tensorboard(run: Run) -> None:
     assert len(found.Images("images")) == 3
 
 
+@pytest.mark.extended
 def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", "fully_async", "total_steps=4")
     train(tmp_path / "parts", "fully_async", "total_steps=2")
@@ -188,6 +189,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:
     assert [e["step"] for e in parts.events if e["event"] == "rollback"] == [2]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("tune", "steps"), [("lora", [0, 1, 2]), pytest.param("full", [0, 2], marks=pytest.mark.slow)])
 def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: str, steps: list[int]
@@ -197,6 +199,7 @@ def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
     assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == [f"step_{step}" for step in steps]
 
 
+@pytest.mark.extended
 def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, "sync", "total_steps=1")
     other = ["total_steps=2", "trainer.learning_rate=1e-3", "seed=3"]
@@ -239,6 +242,7 @@ def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
     assert resumed.column("step") == list(range(steps))
 
 
+@pytest.mark.extended
 def test_no_process_has_to_live_once_the_training_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_to_the_end = job.train_with_recovery
 

@@ -175,6 +175,7 @@ def test_it_runs(block: Block, clone: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(summaries) >= len(trained) > 0
 
 
+@pytest.mark.extended
 def test_what_only_the_slow_lane_runs_composes() -> None:
     """Of a sweep, its first job."""
     found = {str(block): commands(block.text) for block in BLOCKS if str(block) in LATER}
@@ -213,6 +214,7 @@ def shell(text: str, folder: Path) -> None:
     assert done.returncode == 0, f"{text}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("block", GPU, ids=str)
 def test_what_is_for_gpus_composes_and_would_run(block: Block, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dry_run=true` goes as far as the models' own configurations; prompt files of others are stood in for."""

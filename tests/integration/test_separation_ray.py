@@ -125,6 +125,7 @@ def test_kill_ends_the_calls_under_way_and_nobody_else(bench: Bench) -> None:
     bench.run(test)
 
 
+@pytest.mark.extended
 def test_a_worker_that_cannot_be_built_says_why(bench: Bench) -> None:
     async def test(bench: Bench) -> None:
         pools = [PoolSpec("toy", TOY, 1, {"fail": "no such model"})]

@@ -12,6 +12,7 @@ COMMANDS = {
     "pretend_gpu": "make test-pretend-gpu",
     "gpu": "make test-gpu",
     "slow": "make test-slow",
+    "extended": "make test-extended",
     "nodes": "make test-nodes",
 }
 """Mark that `make test` leaves out → command that runs the test; of several marks the first one here counts."""

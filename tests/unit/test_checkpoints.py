@@ -15,6 +15,7 @@ from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, 
 from tests.unit.recovery_runs import check_equal, config, go
 
 
+@pytest.mark.extended
 def test_checkpoints_are_written_beside_training(tmp_path: Path) -> None:
     """Each takes longer than a step; the next one waits for it, training does not."""
     lengths = {}
@@ -77,6 +78,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
     check_equal(left)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_damaged_while_the_run_goes_on_is_passed_over(tmp_path: Path) -> None:
     root = tmp_path / "run"
 

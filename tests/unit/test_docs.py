@@ -118,6 +118,7 @@ def runs() -> dict[str, str]:
 RUNS = runs()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", sorted(set(RUNS.values())))
 def test_commands_of_a_run_compose(page: str) -> None:
     for words in (arguments.split() for arguments, first in RUNS.items() if first == page):

@@ -126,6 +126,7 @@ def test_a_slow_prompt_keeps_its_share() -> None:
     assert {e["attempt"] for e in slow.tickets("RUNNING")} == {1}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("generate", "update"), [(2.0, 1.0), (1.0, 1.0), (4.0, 1.0)])
 def test_one_step_off_takes_the_longer_of_generation_and_training(generate: float, update: float) -> None:
     """4 groups, 2 rollout workers: G = 2 generate, T = 4 update."""

@@ -133,6 +133,7 @@ def test_groups_are_trained_in_whatever_order_they_get_ready(k: int, monkeypatch
     assert len({found.digest for found in floats}) > 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("workers", [1, 2])
 def test_streaming_trains_a_group_while_others_of_its_step_are_made(workers: int) -> None:
     """Each group is handed over in the moment in which it is scored, if the trainer has nothing else to do then.
@@ -157,6 +158,7 @@ def test_streaming_trains_a_group_while_others_of_its_step_are_made(workers: int
                 assert {handed[each] for each in (*earlier, last)} == {scored[last]}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("hand_over", ["batch", "stream"])
 @pytest.mark.parametrize("groups", [16, 64])
 def test_calls_of_trainer_ranks_do_not_grow_with_groups_times_ranks(hand_over: str, groups: int) -> None:

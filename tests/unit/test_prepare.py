@@ -18,6 +18,7 @@ def prepared(folder: Path, *overrides: str) -> Prepared:
     return prepare(precheck(compose_config("one_step_off", [f"output_dir={folder / 'run'}", *overrides])))
 
 
+@pytest.mark.extended
 def test_the_dtype_of_the_files_is_written_down(tmp_path: Path) -> None:
     """A resume compares it, and every worker reads it."""
     found = prepared(tmp_path)
@@ -25,6 +26,7 @@ def test_the_dtype_of_the_files_is_written_down(tmp_path: Path) -> None:
     assert prepared(tmp_path, "model.dtype=bfloat16").model.dtype == "bfloat16"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft"])
 def test_ranks_that_share_two_experts_train_the_same_levels(algorithm: str, tmp_path: Path) -> None:
     """FSDP2 would wait for ever for a rank that computes with the other expert."""

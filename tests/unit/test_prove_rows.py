@@ -7,6 +7,7 @@ import pytest
 from benchmarks import prove
 
 
+@pytest.mark.extended
 def test_the_digests_of_every_family_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
+@pytest.mark.extended
 def test_the_published_values(tmp_path: Path) -> None:
     qwen, sd3, flux = (recipe(name, tmp_path) for name in RECIPES)
     assert [c.algorithm.sde_type for c in (qwen, sd3, flux)] == ["sde", "cps", "cps"]
@@ -133,6 +134,7 @@ def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
     assert plain == prepared.config
 
 
+@pytest.mark.extended
 def test_one_card_takes_the_same_steps_with_a_quarter_of_the_images(tmp_path: Path) -> None:
     alone, whole = recipe("qwen_image_1x80gb", tmp_path), recipe("qwen_image_ocr", tmp_path)
     assert gpus_taken(alone) == 1 and alone.rollout.text_encoder == "cached" and alone.placement == "shared"
@@ -147,6 +149,7 @@ def test_one_card_takes_the_same_steps_with_a_quarter_of_the_images(tmp_path: Pa
     assert 4 * alone.prompts_per_step == whole.prompts_per_step and alone.group_size == whole.group_size
 
 
+@pytest.mark.extended
 def test_two_updates_do_not_stream_and_the_command_line_wins(tmp_path: Path) -> None:
     wanted = ["experiment=qwen_image_ocr", f"output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="mode=stream means hand_over=stream, got batch"):

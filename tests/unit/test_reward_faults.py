@@ -17,6 +17,7 @@ from tests.support.toy_reward import ToyReward, toy_scores
 from tests.unit.faulty_runs import always, check_recovered, disturbed
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("what", ["kill", "hang", "raise", "nan", "count"])
 def test_a_reward_that_fails_once_is_asked_again(what: str) -> None:
     found = disturbed(once("reward-0", "score", 3, what))
@@ -163,6 +164,7 @@ def test_a_held_out_terms_pool_that_cannot_be_filled_again_does_not_end_the_run(
     )
 
 
+@pytest.mark.extended
 def test_the_weights_do_not_depend_on_which_pool_scores_a_term() -> None:
     shared, own = virtual(two_terms(judges=None)), virtual(two_terms(judges=2), slow_judge(0.7))
     assert sorted(shared.groups) == ["reward", "rollout", "trainer"]

@@ -78,6 +78,7 @@ def test_weighted_sum_and_per_reward() -> None:
     assert each == pytest.approx([2.0 * a + 0.01 * b for a, b in parts])
 
 
+@pytest.mark.extended
 @settings(max_examples=100, deadline=None)
 @given(
     groups=st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=6), min_size=1, max_size=5),

@@ -21,6 +21,7 @@ def load(path: Path) -> AlgorithmConfig:
     return config
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_builds_in_every_mode(path: Path) -> None:
     config = load(path)

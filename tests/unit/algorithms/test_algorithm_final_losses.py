@@ -219,6 +219,7 @@ def test_a_group_shares_its_noise_at_a_level(name: str) -> None:
     assert not torch.allclose(by_image[0, 0], by_image[0, 1], atol=0.1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["diffusion_nft", "dpo", "awm", "vgrpo", "dgpo", "crd"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_training_moves_the_right_way_and_the_wrong_way(name: str, sign: float) -> None:

@@ -85,5 +85,6 @@ def test_reward_falls_when_negated(name: str) -> None:
     assert train(name, negate_reward=True) < -0.2
 
 
+@pytest.mark.extended
 def test_permuted_advantages_teach_nothing() -> None:
     assert abs(train("flow_grpo", permute_advantages=True)) < 0.5 * train("flow_grpo")

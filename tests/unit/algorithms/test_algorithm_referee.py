@@ -43,6 +43,7 @@ def unclipped(**fields: Any) -> PolicyGradient:
     return cast("PolicyGradient", policy_gradient(**{**wide, **fields}))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("fields", "scale"),
     [
@@ -77,6 +78,7 @@ def test_stale_estimators_with_correction_land(name: str, fields: dict[str, Any]
     assert deviations(estimated, exact) < LAND
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fields", [SDE, DANCE, CPS], ids=["sde", "dance_sde", "cps"])
 def test_stale_estimators_with_weights_to_the_recorded_log_probs_land(fields: dict[str, Any]) -> None:
     """`rollout_tis` needs no prediction of the behaviour policy: what the sampler recorded is enough."""
@@ -87,6 +89,7 @@ def test_stale_estimators_with_weights_to_the_recorded_log_probs_land(fields: di
     assert deviations(estimated, exact) < LAND
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fields", [SDE, DANCE, CPS | {"clip_unit": "nats"}], ids=["sde", "dance_sde", "cps"])
 def test_stale_estimators_without_correction_miss(fields: dict[str, Any]) -> None:
     exact = per_step_target(CURRENT, BEHAVIOUR, fields["sde_type"], fields["noise_level"]).sum(dim=0)
@@ -95,6 +98,7 @@ def test_stale_estimators_without_correction_miss(fields: dict[str, Any]) -> Non
     assert deviations(estimated, exact) > MISS
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fields", [SDE, DANCE, CPS], ids=["sde", "dance_sde", "cps"])
 @pytest.mark.parametrize("wrong", [OTHER, CURRENT], ids=["halfway", "current"])
 def test_correction_against_the_wrong_version_misses(wrong: Any, fields: dict[str, Any]) -> None:
@@ -135,6 +139,7 @@ def with_half_the_variance(diffusion: Callable[..., tuple[Tensor, Tensor]]) -> C
     return wrong
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mutate", [without_sqrt_h, with_flipped_score, with_half_the_variance])
 def test_wrong_steps_miss(mutate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the mutation the same estimate lands: `test_on_policy_estimators_land[sde]`."""
@@ -168,6 +173,7 @@ def moved(by: Tensor) -> Weights:
     return Weights(a, tuple(b))
 
 
+@pytest.mark.extended
 def test_the_exact_gradient_is_that_of_the_simulated_reward() -> None:
     """The referee judges itself: its moments against finite differences of simulated rewards on common noise."""
     exact = exact_gradient([CURRENT] * 4, CURRENT, "sde", 0.7).sum(dim=0)

@@ -81,6 +81,7 @@ def test_cps_log_prob_converts_to_the_density() -> None:
     assert torch.allclose(converted, sde.gaussian_log_prob(after, step), atol=1e-12)
 
 
+@pytest.mark.extended
 @settings(max_examples=60, deadline=None)
 @given(
     sde_type=st.sampled_from(sorted(LEVELS)),

@@ -118,6 +118,7 @@ def test_stratified_levels_are_one_of_each_equal_part() -> None:
     assert [len({steps[part] for steps in drawn}) for part in range(4)] == [2, 3, 2, 3]
 
 
+@pytest.mark.extended
 @settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["none", "random", "sliding", "list", "fraction"]),

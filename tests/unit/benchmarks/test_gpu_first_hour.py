@@ -30,6 +30,7 @@ def run(folder: Path, limit: float = 300.0, **seconds: int) -> tuple[int, dict[s
     return code, json.loads((folder / "out" / "stages.json").read_text())
 
 
+@pytest.mark.extended
 def test_a_stage_that_fails_hangs_or_has_no_memory_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
     names = ("wrong", "hangs", "out_of_memory", "device_out_of_memory", "killed", "silent", "sound")
     code, written = run(tmp_path, **(dict.fromkeys(names, 60) | {"hangs": 6}))

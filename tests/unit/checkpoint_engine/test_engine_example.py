@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "checkpoint_engine" / "publish_and_sample.py"
 
 
+@pytest.mark.extended
 def test_the_example_samples_from_what_was_published() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

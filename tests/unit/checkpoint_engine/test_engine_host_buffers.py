@@ -46,6 +46,7 @@ def test_views_are_the_tensors_and_do_not_hold_the_buffer() -> None:
     assert address(buffers.take().data) == place and held
 
 
+@pytest.mark.extended
 def test_a_shared_payload_goes_with_its_last_owner_or_its_process() -> None:
     payload = SharedPayload(np.arange(10, dtype=np.uint8))
     name = payload.reference

@@ -74,6 +74,7 @@ async def test_leaving_in_the_middle_of_a_transfer_hangs_nothing() -> None:
     assert rig.held("b") == [0]
 
 
+@pytest.mark.extended
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(16))
 async def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: int) -> None:

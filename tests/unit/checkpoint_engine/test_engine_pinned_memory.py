@@ -71,6 +71,7 @@ def test_a_large_buffer_takes_its_own_size_and_a_small_one_a_power_of_two(nbytes
     assert nbytes < EXACT_FROM_BYTES or taken - nbytes < mmap.PAGESIZE
 
 
+@pytest.mark.extended
 def test_what_is_locked_is_what_the_plan_counts_and_is_released_with_the_last_reference(driver: Driver) -> None:
     nbytes = SMALL + 8
     buffer = pinned(nbytes)

@@ -108,6 +108,7 @@ def small(grown: dict[str, int]) -> bool:
     return max(grown["threads"] - 3, grown["fds"] - 6, grown["sockets"] - 6) <= 0 and grown["kilobytes"] < 16_384
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["object_store", "gloo"])
 @pytest.mark.parametrize("publishes", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_long_life_costs_no_memory_threads_or_descriptors(publishes: int, transport: str) -> None:

@@ -40,6 +40,7 @@ def test_nccl_is_refused_where_two_of_its_ranks_may_meet_on_one_device(case: str
         assert reason in str(told.value) and "use gloo, object_store or auto" in str(told.value)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", APART)
 def test_nccl_is_allowed_where_every_worker_has_a_device_of_its_own(case: str) -> None:
     config = compose_config(overrides=[*APART[case], "checkpoint_engine.transport=nccl"])

@@ -45,6 +45,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pipeline", RECIPES)
 def test_a_real_model_alone_has_the_values_of_its_recipe(pipeline: str, tmp_path: Path) -> None:
     name, recipe = RECIPES[pipeline]
@@ -62,6 +63,7 @@ ALL_ELSE = (
 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("words", "images", "sampled"),
     [
@@ -87,6 +89,7 @@ def test_every_family_has_a_file_with_every_value() -> None:
         assert {section: tuple(v for v in each if v not in optional) for section, each in files[name].items()} == KEYS
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -106,6 +109,7 @@ def test_what_is_given_wins(words: list[str], expected: list[float], monkeypatch
     assert defaults(config) == pytest.approx(expected) and config.lora.alpha == 2 * config.lora.rank
 
 
+@pytest.mark.extended
 def test_the_family_of_a_hub_model_is_read_from_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -153,6 +157,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("words", [*ALONE, *TOGETHER])
 def test_defaults_follow_what_is_changed_alone(words: str) -> None:
     assert refusal(words.split()) is None

@@ -31,6 +31,7 @@ def rows() -> list[tuple[set[str], set[str]]]:
     return found
 
 
+@pytest.mark.extended
 def test_the_table_and_the_pages_say_the_same() -> None:
     table = {(name, key) for key, names in names_elsewhere().items() for name in names.split()}
     pages = {(name, key) for names, keys in rows() for name in names for key in keys}

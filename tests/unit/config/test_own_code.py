@@ -41,6 +41,7 @@ def test_a_file_is_found_from_another_folder_with_what_lies_beside_it(
         import_named("key", f"{folder}/own_file.py:twice_")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
 def test_the_algorithm_of_the_docs_is_one_in_every_mode(folder: Path, mode: str) -> None:
     page = (ROOT / "docs/algorithms.md").read_text().split("## Your own")[1]

@@ -36,6 +36,7 @@ def test_a_misspelt_format_is_refused_with_the_nearest() -> None:
         check(compose_config(overrides=["model.quantize=nf5"]))
 
 
+@pytest.mark.extended
 def test_ranks_with_a_quantised_base_hold_all_of_it() -> None:
     ranks = ["trainer.num_workers=2", "trainer.shard=auto"]
     assert not any(config.is_sharded for config in candidates(compose_config(overrides=[*ranks, BASE])))

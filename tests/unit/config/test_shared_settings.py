@@ -6,6 +6,7 @@ from async_flowrl.config.check import check
 from async_flowrl.config.compose import compose_config
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
 def test_every_mode_may_share(mode: str) -> None:
     for shard in ("auto", "none"):

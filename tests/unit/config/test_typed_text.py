@@ -26,6 +26,7 @@ def test_every_character_is_kept() -> None:
     assert [as_typed(each) for each in recorded] == overrides  # commands are printed as they were given
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("text", AS_TYPED[:3])
 def test_every_kind_of_text_is_kept(text: str) -> None:
     texts = [f"rollout.negative_prompt={text}", f"name={text}", f"reward.terms.color.name={text}"]
@@ -33,6 +34,7 @@ def test_every_kind_of_text_is_kept(text: str) -> None:
     assert config.rollout.negative_prompt == config.reward.terms["color"].name == config.name == text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("override", "found"),
     [
@@ -79,6 +81,7 @@ def terms(*overrides: str) -> dict[str, tuple[float, str | None]]:
     return {key: (term.weight, term.name) for key, term in reward.terms.items()}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [
@@ -99,12 +102,14 @@ def test_what_is_trained(overrides: tuple[str, ...], found: dict[str, tuple[floa
     assert terms(*overrides) == found
 
 
+@pytest.mark.extended
 def test_options_of_a_replaced_term_of_the_same_name_do_not_survive() -> None:
     before = compose_config("one_step_off", ["reward=ocr_word"]).reward.terms["ocr"].options
     after = compose_config("one_step_off", ["reward=ocr_word", "reward.terms={ocr: {}}"]).reward.terms["ocr"].options
     assert before and not after
 
 
+@pytest.mark.extended
 def test_held_out_terms_are_written_the_same_way() -> None:
     for override in ("evaluate.reward.terms={ocr: {}}", "+evaluate.reward.terms.ocr={}"):
         config = compose_config("one_step_off", [override])
@@ -120,6 +125,7 @@ def test_a_sweep_is_replaced_job_by_job() -> None:
     ]
 
 
+@pytest.mark.extended
 def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:
     both = ["reward.terms={a: {name: color}}", "evaluate.reward.terms={b: {name: jpeg_compressibility}}"]
     for overrides in (both, both[::-1]):
@@ -127,6 +133,7 @@ def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:
         assert (list(config.reward.terms), list(config.evaluate.reward.terms)) == (["a"], ["b"])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("section", ["reward", "evaluate.reward"])
 @pytest.mark.parametrize(
     ("terms", "key"), [("{ocr: 1.0}", ".ocr"), ("{ocr: null}", ".ocr"), ("[ocr]", ""), ("ocr", "")]

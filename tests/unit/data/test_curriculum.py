@@ -55,6 +55,7 @@ def test_where_every_prompt_is_dull_all_come_back() -> None:
     assert set(counts) == {0, 1, 2} and max(counts.values()) - min(counts.values()) <= 2
 
 
+@pytest.mark.extended
 @settings(max_examples=40, deadline=None)
 @given(
     prompts=st.integers(1, 8),

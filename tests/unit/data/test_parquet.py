@@ -61,6 +61,7 @@ def categories() -> dict[str, Any]:
 PREFIXES = {"use_dictionary": False, "column_encoding": {"prompt": "PLAIN", "system_prompt": "DELTA_BYTE_ARRAY"}}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("given", "options"),
     [(column, {}), (messages, {}), (column, PREFIXES), (categories, {})],

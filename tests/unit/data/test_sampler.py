@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from async_flowrl.data.sampler import Sampler
 
 
+@pytest.mark.extended
 @settings(deadline=None)
 @given(
     num_prompts=st.integers(1, 40),

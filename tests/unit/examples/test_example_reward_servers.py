@@ -127,6 +127,7 @@ def test_flow_factorys_server() -> None:
     assert sent["prompt"] == ["a red cup"] * 2 and len(sent["image"]) == 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("protocol", "reply"),
     [

@@ -54,6 +54,7 @@ def test_a_single_frame_convolved_in_two_dimensions_is_the_same_image() -> None:
     assert torch.equal(after, expected)
 
 
+@pytest.mark.extended
 def test_training_moves_both_networks_and_the_folder_is_a_model(pipeline: QwenImagePipeline, tmp_path: Path) -> None:
     watched = {
         "transformer": pipeline.transformer.transformer_blocks[0].attn.to_q.weight,
@@ -75,6 +76,7 @@ def test_training_moves_both_networks_and_the_folder_is_a_model(pipeline: QwenIm
     assert velocity.shape == (1, 16, 64)
 
 
+@pytest.mark.extended
 def test_the_audit_tells_words_apart_without_a_network() -> None:
     drawn = np.stack([np.repeat(draw_many([word] * 2, random.Random(5))[..., None], 3, axis=-1) for word in TEST])
     blank = np.full_like(drawn, 128)

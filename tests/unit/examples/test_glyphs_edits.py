@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from async_flowrl.config.schema import DataConfig
@@ -45,6 +46,7 @@ def test_the_prompt_files_are_those_that_are_written_and_hold_the_words_with_a_s
     assert {source.size for source in sources} == {(SIDE, SIDE)}
 
 
+@pytest.mark.extended
 def test_a_right_edit_gets_the_best_scores_and_the_source_itself_none_for_its_word() -> None:
     asked, old, seen = edits(["HAT"], 1, random.Random(2))[0]
     source, result = (draw_picture(word, seen) for word in (old, asked))

@@ -10,6 +10,7 @@ RESULTS = ROOT / "examples/glyphs/hacking_results"
 SEEDS = (*FROZEN_ON, *JUDGED_ON)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_alarm_is_right_about_every_run(variant: str) -> None:
     runs = [load(RESULTS / f"{variant}_seed{seed}.json") for seed in SEEDS]

@@ -76,6 +76,7 @@ def test_a_rollback_takes_back_what_was_not_saved() -> None:
     assert [e["event"] for e in counted if e["event"] in ("fault", "rollback")] == ["fault", "rollback"]
 
 
+@pytest.mark.extended
 @given(
     moves=st.lists(
         st.tuples(

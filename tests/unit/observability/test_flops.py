@@ -40,6 +40,7 @@ def forward(policy: PipelinePolicy, encoded: dict[str, Tensor]) -> Tensor:
     return policy.velocity(latents, torch.full((3,), 0.5), encoded, None, SAMPLING)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_training_is_what_torch_counts(policy: PipelinePolicy, checkpointing: bool) -> None:
     """Attention runs unfused here, as two batched products that torch's counter knows."""
@@ -51,6 +52,7 @@ def test_training_is_what_torch_counts(policy: PipelinePolicy, checkpointing: bo
     assert ours.total == torchs.get_total_flops() > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_counting_changes_no_bit(policy: PipelinePolicy, checkpointing: bool) -> None:
     if checkpointing:

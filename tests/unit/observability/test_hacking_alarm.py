@@ -81,6 +81,7 @@ def test_the_sign_of_the_weight_says_which_way_is_worse_and_weight_zero_is_only_
     assert versions(history(rng, RISING, artefacts_less=worse[::-1])) == []
 
 
+@pytest.mark.extended
 def test_a_significant_fall_that_is_no_matter_is_left_alone() -> None:
     rng = np.random.default_rng(5)
     made = history(rng, RISING, prompts=2000, noise=1.0, ocr=(0.5, 0.42, 0.40, 0.38))
@@ -112,6 +113,7 @@ def false_alarms(names: Sequence[str], *, looks: int, runs: int, seed: int) -> i
     return wrong
 
 
+@pytest.mark.extended
 def test_runs_without_any_change_raise_no_more_false_alarms_than_the_level_says() -> None:
     runs = 150
     wrong = false_alarms(("ocr", "templates"), looks=8, runs=runs, seed=20261122)

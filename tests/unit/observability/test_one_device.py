@@ -59,6 +59,7 @@ def recorded(config: Config, timing: Timing) -> list[Event]:
     return sorted([*history, *spans], key=lambda event: float(event["time"]))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("k", "least", "most"), [(0, 0.05, 0.3), (1, 0.0, 0.01)])
 def test_three_devices_with_ten_uneven_tickets_wait_for_each_other_only_on_policy(
     k: int, least: float, most: float

@@ -108,6 +108,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
     assert sorted(events.Tags()["scalars"]) == ["evaluation/reward/mean", "reward/mean"]
 
 
+@pytest.mark.extended
 def test_wandb_gets_images_with_captions_a_table_and_the_names_of_verl_omni(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

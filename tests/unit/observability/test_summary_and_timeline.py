@@ -23,6 +23,7 @@ def instants(intervals: list[Any]) -> set[int]:
     return {moment for start, end in intervals for moment in range(start, end)}
 
 
+@pytest.mark.extended
 @given(one=INTERVALS, other=INTERVALS)
 def test_interval_arithmetic_is_set_arithmetic(one: list[Any], other: list[Any]) -> None:
     left, right = union(one), union(other)
@@ -143,6 +144,7 @@ def test_a_run_too_short_for_a_steady_state_says_null(steps: int) -> None:
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=25)
 
 
+@pytest.mark.extended
 @given(spans=SPANS)
 def test_spans_within_a_lane_are_apart(spans: list[tuple[int, int]]) -> None:
     events = [{"start": start, "end": start + size} for start, size in spans]

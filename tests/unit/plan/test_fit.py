@@ -121,6 +121,7 @@ def test_a_recipe_is_also_named_as_train_takes_it(capsys: pytest.CaptureFixture[
     assert row["experiment"] == "glyphs" and row["words"].count("experiment=glyphs") == 1
 
 
+@pytest.mark.extended
 def test_a_quantised_base_then_host_memory_then_a_lower_rank_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 30 GiB, 16 are the base, 8 lie in host memory if that is asked for, and half of the rest is the rank's."""
 
@@ -155,6 +156,7 @@ def test_of_whole_weights_the_settings_of_a_small_card_are_tried_without_those_o
     assert not [word for word in row.words if word.startswith(("model.quantize=", "lora."))]
 
 
+@pytest.mark.extended
 def test_the_largest_recipe_is_the_first_that_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def needed(config: Config, **_: object) -> Footprint:
         return Footprint({"all": (18 if config.model.quantize == "nf4" else 60) * GIB})

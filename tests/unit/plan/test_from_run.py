@@ -58,6 +58,7 @@ def run_of(folder: Path, config: Config, timing: Timing) -> Path:
     return recorded(folder / "run", run, config)
 
 
+@pytest.mark.extended
 def test_what_a_run_measured_are_the_seconds_that_its_workers_took(tmp_path: Path) -> None:
     timing = Timing(generate=1.0, update=0.25, score=0.1)
     config, took = learnt(tmp_path, timing)

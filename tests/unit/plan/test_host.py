@@ -57,6 +57,7 @@ def needed(given: Config, of: NodeProcesses, *, gpus: bool = True) -> list[int]:
     return [size for _, size in host_needs(given, sizes(given), of.workers, ("trainer", "rollout") if gpus else ())]
 
 
+@pytest.mark.extended
 def test_on_gpus_the_host_holds_versions_and_the_copy_for_a_checkpoint() -> None:
     """The first rank alone sends and copies whole weights: two versions, the masters and both moments."""
     copy = 12 * ELEMENTS + 2 * VERSION
@@ -78,6 +79,7 @@ def test_in_shares_every_rank_copies_its_own_and_the_first_one_sends() -> None:
     assert rank_bytes(planned, sizes(planned), on_gpu=True, sends=False) == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("where", "aside"), [("resident", 0), ("offload", 2 * TEXT), ("cached", VERSION)])
 def test_text_encoders_that_share_a_gpu_take_turns_from_host_memory(where: str, aside: int) -> None:
     given = config(f"rollout.text_encoder={where}")
@@ -90,6 +92,7 @@ def test_a_process_that_samples_and_trains_is_counted_once() -> None:
     assert both == [VERSION + 12 * ELEMENTS + VERSION + VERSION, VERSION]
 
 
+@pytest.mark.extended
 def test_on_a_cpu_everything_is_in_host_memory() -> None:
     """Masters, gradient, moments, sums, the network, and versions of the weights."""
     by_parameter = 2 + 4 + 4 + 8 + 2 * 8 + (2 + 2) * 2

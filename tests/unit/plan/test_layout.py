@@ -55,6 +55,7 @@ def layout(given: Config, device_bytes: int) -> Layout:
     return layout_of(resolved(given, {"trainer": device_bytes})[0])
 
 
+@pytest.mark.extended
 def test_as_few_blocks_are_checkpointed_as_fit(counted: Callable[[Config, Layout], int]) -> None:
     given = config("trainer.gradient_checkpointing=auto")
     for how in PEAKS:
@@ -81,6 +82,7 @@ def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config,
     assert layout(both, whole - 5) == ("none", None, "every_4")
 
 
+@pytest.mark.extended
 def test_whole_weights_are_shared_by_all_ranks_where_one_cannot_hold_them() -> None:
     by_node = config("tune=full", "model.tiny.layers=1", "trainer.num_workers=4", "trainer.workers_per_node=2")
     size = planned_trainer(laid_out(by_node, WHOLE)).total

@@ -63,6 +63,7 @@ def test_the_recipes_are_planned_from_their_published_shapes(name: str) -> None:
     assert plan.trainer.total < plan.rollout.total < 79 * 2**30
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
     [
@@ -84,6 +85,7 @@ def test_a_few_blocks_tell_the_peak_of_all(family: str, checkpointing: str) -> N
     assert model_sizes(config) == whole.sizes
 
 
+@pytest.mark.extended
 def test_two_chunks_of_a_ticket_tell_the_peak_of_many() -> None:
     """The same ticket rehearsed whole, of six chunks."""
     config = compose_config("one_step_off", ["model=tiny", "group_size=12", "rollout.batch_size=2"])
@@ -145,6 +147,7 @@ def test_attention_is_counted_as_a_fused_kernel() -> None:
     assert counted.peak == 4 * (query.numel() + 2 * 512)
 
 
+@pytest.mark.extended
 def test_a_tickets_bytes_are_those_of_its_arrays(shared_models: SharedModels) -> None:
     from async_flowrl.rollout.diffusers_engine import DiffusersEngine
     from tests.support.tiny import request
@@ -166,6 +169,7 @@ def tiny(*overrides: str) -> Config:
     return compose_config("one_step_off", ["model=tiny", "model.tiny.layers=1", "model.tiny.heads=16", *overrides])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [name if name == "nf4" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
 )
@@ -190,6 +194,7 @@ def test_a_quantised_base_is_advised_where_no_cheaper_setting_is_enough() -> Non
     assert not any("model.quantize" in change for change in changes(process, config))
 
 
+@pytest.mark.extended
 def test_text_encoders_are_counted_with_a_quarter_that_is_not_quantised() -> None:
     config = tiny("model.quantize_text_encoder=int8", "rollout.text_encoder=resident")
     parameters = 1_000_000
@@ -240,6 +245,7 @@ def sizes(of: Sizes) -> dict[str, Any]:
     return {**counted, "beside": pytest.approx(of.root_bytes, rel=0.01)}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "family", [name if name == "qwen_image" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )

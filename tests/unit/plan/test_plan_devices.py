@@ -22,6 +22,7 @@ def lasting(config: Config) -> tuple[int, int]:
     return planned_trainer(config, lasting=True).resident, planned_rollout(config, lasting=True).resident
 
 
+@pytest.mark.extended
 def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit() -> None:
     config = small("trainer.num_workers=2", "trainer.micro_batch_size=8", "trainer.shard=none")
     rank, worker = lasting(config)
@@ -38,6 +39,7 @@ def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit
         check_devices(config, {**enough, "rollout": worker - 1})
 
 
+@pytest.mark.extended
 def test_what_a_refusal_names_does_fit() -> None:
     pair = ("trainer.num_workers=2", "trainer.shard=none")
     short = lasting(small(*pair))[0] - 1

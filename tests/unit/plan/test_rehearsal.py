@@ -95,6 +95,7 @@ def test_the_small_recipes_are_rehearsed(experiment: str, capsys: pytest.Capture
     assert not dist.is_initialized() and torch.zeros(1).add(1).item() == 1
 
 
+@pytest.mark.extended
 def test_videos_that_begin_with_an_image_are_planned_with_as_many_frames() -> None:
     video = ["model=tiny_wan_image", "rollout.resolution=16"]
     short, long = (rank_alone(*video, f"rollout.frames={frames}") for frames in (5, 9))
@@ -118,6 +119,7 @@ def test_a_sharded_base_is_gathered_and_let_go() -> None:
     assert sharded.phases["optimizer"].sent == pytest.approx(2 * 3 / 4 * 2 * sharded.version_bytes, rel=0.01)
 
 
+@pytest.mark.extended
 def test_loading_whole_weights_never_holds_them_twice_on_the_device() -> None:
     """With the versions in host memory a device has no room for a second copy at any time."""
     worker = worker_alone("tune=full", "model.tiny.layers=2", "model.tiny.heads=16")
@@ -126,6 +128,7 @@ def test_loading_whole_weights_never_holds_them_twice_on_the_device() -> None:
     assert load.peak < 1.05 * worker.phases["denoise"].resident
 
 
+@pytest.mark.extended
 def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
     usual = rehearsed()
     assert usual.config.rollout.text_encoder == "resident"

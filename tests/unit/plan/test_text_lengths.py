@@ -30,6 +30,7 @@ def test_a_prompt_counts_by_its_bytes_and_token_ids_by_their_number() -> None:
     assert estimated_tokens(tuple(range(500))) == 500
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "grows"),
     [

@@ -32,6 +32,7 @@ def latents(policy: PipelinePolicy, rows: int) -> Tensor:
     return torch.randn(rows, *policy.latent_shape(SIZE), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_each_row_is_computed_by_the_expert_of_its_level(cfg: float, shared_models: SharedModels) -> None:
     policy = shared_models.policy("wan22")
@@ -134,6 +135,7 @@ def test_an_experts_folder_belongs_to_its_run(place: str, tmp_path: Path) -> Non
     assert run_of(weights) == tmp_path
 
 
+@pytest.mark.extended
 def test_whole_weights_are_two_folders_that_load_into_the_stock_pipeline(tmp_path: Path) -> None:
     policy, pipeline = policy_of("wan22"), pipeline_of("wan22")
     state = {name: tensor + 0.01 for name, tensor in policy.transformer.named_parameters()}

@@ -56,6 +56,7 @@ def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling, output: str 
     )
 
 
+@pytest.mark.extended
 def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
     policy: PipelinePolicy, pipeline: Any, family: str, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_the_exported_adapter_in_the_stock_pipeline_denoises_alike(
         assert (denoised(policy, *guided, steps=6) - untouched).abs().max() < tolerance
 
 
+@pytest.mark.extended
 def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family: str) -> None:
     images = policy.decode(made(pipeline, policy, how(family)), 32).numpy()
     theirs = np.stack([np.asarray(on_white(image)) for image in made(pipeline, policy, how(family), "pil")])
@@ -84,6 +86,7 @@ def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family:
     assert images.std() > 10
 
 
+@pytest.mark.extended
 def test_the_trainer_replays_a_trajectory(policy: PipelinePolicy, family: str) -> None:
     """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row.
 
@@ -102,6 +105,7 @@ def test_the_trainer_replays_a_trajectory(policy: PipelinePolicy, family: str) -
     assert wrong.abs().max() > 1e-4
 
 
+@pytest.mark.extended
 def test_every_adapted_layer_has_a_gradient_and_every_excluded_one_has_none(family: str) -> None:
     policy = policy_of(family)
     exclude = policy.lora_exclude
@@ -159,6 +163,7 @@ def test_a_trainer_process_has_only_the_transformer_and_the_same_weights(family:
         part.decode(latents(part), 32)
 
 
+@pytest.mark.extended
 def test_bfloat16_computes_there_and_returns_float32(plain: PipelinePolicy, family: str) -> None:
     half = policy_of(family, dtype="bfloat16")
     positive, _ = conditioning(plain)
@@ -170,6 +175,7 @@ def test_bfloat16_computes_there_and_returns_float32(plain: PipelinePolicy, fami
     assert 0 < (found - exact).abs().max() < 0.3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "family",
     [name if name in OWN_TIMES else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],

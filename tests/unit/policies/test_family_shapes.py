@@ -74,6 +74,7 @@ SIZES: list[Resolution] = [(32, 64), (96, 32), (64, 96)]
 STEPS = 3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", NAMES)
 def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_ratios(
     family: str, shared_models: SharedModels
@@ -110,6 +111,7 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
     assert len(shifts) == (len(SIZES) if family in ("qwen_image", "qwen_image_21", "flux", "flux2_klein") else 1)
 
 
+@pytest.mark.extended
 def test_a_prompt_is_encoded_alike_whoever_else_is(policy: PipelinePolicy, family: str) -> None:
     together = policy.encode([TEXT, "blue"])
     for text, found in zip([TEXT, "blue"], together, strict=True):
@@ -120,6 +122,7 @@ def test_a_prompt_is_encoded_alike_whoever_else_is(policy: PipelinePolicy, famil
     assert not np.array_equal(read[: len(shorter)], shorter[: len(read)])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["flux", "qwen_image", "sd3"], indirect=True)
 def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(
     plain: PipelinePolicy, family: str
@@ -135,6 +138,7 @@ def test_offloaded_text_encoders_are_those_of_the_pipeline_and_change_no_bit(
     assert np.array_equal(one.trajectory.latents, two.trajectory.latents)
 
 
+@pytest.mark.extended
 def test_guidance_makes_as_many_passes_for_every_prompt(plain: PipelinePolicy) -> None:
     """Ranks that share a base by FSDP2 would wait for ever for one that makes fewer."""
     assert len(set(passes_by_length(plain))) == 1

@@ -110,6 +110,7 @@ def sampled(policy: Any, start: Tensor, branches: Any, sampling: Any) -> Tensor:
     return denoised(policy, start, sampling, positive, negative if sampling.true_cfg_scale > 1 else None, steps=STEPS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("family", "size", "cfg", "which"),
     [*CHEAP, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
@@ -136,6 +137,7 @@ def test_edits_are_the_stock_pipelines(
         assert (sampled(policy, start, (black, branches[1]), sampling) - ours).abs().max() > 1e-3
 
 
+@pytest.mark.extended
 def test_the_trainer_replays_an_edit(family: str, policy: Any, images: list[Any]) -> None:
     sampling = replace(how(family, cfg=4.0, sde_type="cps", noise_level=0.7), resolution=(32, 64))
     wanted = request(3, how=sampling, prompt=prompt_of(images[1]), noise_steps=(0, 1))
@@ -147,6 +149,7 @@ def test_the_trainer_replays_an_edit(family: str, policy: Any, images: list[Any]
     assert replay(policy, found, sampling, negative, rows=1).abs().max() < 1e-6
 
 
+@pytest.mark.extended
 def test_prompts_with_images_of_different_sizes_share_a_batch(family: str, policy: Any, images: list[Any]) -> None:
     sampling, pairs = how(family, cfg=3.0), [encoded(policy, prompt_of(image)) for image in images]
     x = torch.randn(4, *policy.latent_shape(32), generator=torch.Generator().manual_seed(1))
@@ -160,6 +163,7 @@ def test_prompts_with_images_of_different_sizes_share_a_batch(family: str, polic
     assert (together - torch.cat(alone)).abs().max() < 1e-5
 
 
+@pytest.mark.extended
 def test_the_exported_adapter_edits_alike_in_the_stock_pipeline(
     family: str, stock: Any, images: list[Any], tmp_path: Path
 ) -> None:

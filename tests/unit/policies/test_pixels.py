@@ -9,6 +9,7 @@ FAMILIES = [*filter(runs_here, ("qwen_image", "qwen_image_21", "flux", "sd3", "s
 """RGB and RGBA, packed and unpacked latents, a VAE of videos and of images."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_are_the_decoded_images_before_rounding(family: str) -> None:
     whole, alone = policy_of(family), policy_of(family, parts="vae")

@@ -116,6 +116,7 @@ def test_every_published_model_is_here() -> None:
     assert set(distinct.values()) == set(ADAPTED)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LATER else ()) for name in KNOWN]
 )

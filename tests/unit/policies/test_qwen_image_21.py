@@ -54,6 +54,7 @@ def sampled(pipeline: Any, text: str, start: Tensor, size: Resolution, cfg: floa
     return pipeline(text, latents=start, output_type=output, **sizes, **guidance, **more).images
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 @pytest.mark.parametrize("size", [32, (64, 96), (128, 32)], ids=str)
 def test_prompts_of_unequal_length_in_one_batch_are_the_stock_pipelines_one_by_one(
@@ -86,6 +87,7 @@ def test_the_schedule_is_that_of_the_published_model(policy: PipelinePolicy) -> 
     assert torch.allclose(policy.sigmas(4, 256), torch.tensor(expected), atol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_known_layout_gives_the_bits_of_diffusers_forward(dtype: str) -> None:
     """Times that differ per row, an image that is not square; and in bfloat16 the stock pipeline's own bits."""
@@ -101,6 +103,7 @@ def test_a_known_layout_gives_the_bits_of_diffusers_forward(dtype: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.extended
 def test_the_host_reads_nothing_from_the_device() -> None:
     """Fake tensors have no values: whatever looked at one would raise, as diffusers' own forward does."""
     policy = policy_of(FAMILY)

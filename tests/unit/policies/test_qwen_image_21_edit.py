@@ -62,6 +62,7 @@ def encoded(policy: Any, prompts: dict[int, Prompt]) -> dict[int, list[dict[str,
     }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("size", "count", "cfg"), CASES)
 def test_edits_are_the_stock_pipelines(
     size: tuple[int, int], count: int, cfg: float, policy: Any, stock: Any, prompts: Any, encoded: Any
@@ -114,6 +115,7 @@ def test_every_adapted_layer_has_a_gradient(encoded: Any) -> None:
     assert found and [name for name, p in found.items() if p.grad is None or not p.grad.any()] == []
 
 
+@pytest.mark.extended
 def test_the_host_reads_nothing_from_the_device(encoded: Any) -> None:
     """Fake tensors have no values: whatever looked at one would raise."""
     policy: Any = policy_of(FAMILY)
@@ -123,6 +125,7 @@ def test_the_host_reads_nothing_from_the_device(encoded: Any) -> None:
         assert policy.velocity(x, torch.ones(1), branch, None, how(FAMILY)).shape == x.shape
 
 
+@pytest.mark.extended
 def test_processes_of_parts_and_random_weights_have_the_same_arrays(prompts: Any, encoded: Any) -> None:
     (alone,) = policy_of(FAMILY, parts="text").encode([prompts[1].wording])
     assert all(torch.equal(array, encoded[1][0][name]) for name, array in tensors(alone).items())

@@ -83,6 +83,7 @@ MORE = [
 """Of `make test-slow`: with CASES, every triple."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("size", "count", "cfg", "zero"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 )
@@ -130,6 +131,7 @@ def test_edits_are_the_stock_pipelines(
     assert (denoised(policy, start, sampling, black, negative, steps=STEPS) - ours).abs().max() > 1e-3
 
 
+@pytest.mark.extended
 def test_image_sizes_are_those_of_the_stock_rules(
     prompts: Any, policy: PipelinePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,7 @@ def test_image_sizes_are_those_of_the_stock_rules(
     assert shapes["image_0"] == (32, 32, 64)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("cfg", "kind", "zero"), [(1.0, "sde", True), (4.0, "cps", False), (4.0, "cps", True)])
 def test_the_trainer_replays_an_edit(
     cfg: float, kind: str, zero: bool, policy: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +195,7 @@ def test_every_adapted_layer_has_a_gradient(encoded: Any) -> None:
     assert dead == []
 
 
+@pytest.mark.extended
 def test_a_process_that_only_encodes_gives_the_same_bits(prompts: Any, encoded: Any) -> None:
     """It has the VAE, too; one without text encoders decodes, and random weights draw arrays of the same shapes."""
     (alone,) = policy_of(FAMILY, parts="text").encode([prompts[1].wording])

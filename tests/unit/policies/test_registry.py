@@ -98,6 +98,7 @@ def test_code_in_a_model_folder_is_never_run(tmp_path: Path, family: str) -> Non
     assert not ran.exists()
 
 
+@pytest.mark.extended
 def test_two_loads_and_both_parts_give_equal_bits_in_aligned_memory() -> None:
     whole, again, part = tiny_policy(), tiny_policy(), tiny_policy(parts="transformer")
     names = dict(whole.transformer.named_parameters())
@@ -135,6 +136,7 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_every_file_comes_once_and_models_are_loaded_without_asking_the_hub(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

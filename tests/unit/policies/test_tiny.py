@@ -36,6 +36,7 @@ def build_there(said: Connection, cache: str, own: str) -> None:
     said.send(str(build_tiny(TinyConfig(), Path(own))))
 
 
+@pytest.mark.extended
 @pytest.mark.serial("runs")
 def test_two_processes_at_once_build_the_same_bytes_and_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "cfg", "second", "size"), CASES)
 def test_videos_are_the_stock_pipelines(
     size: tuple[int, int, int], name: str, cfg: float, second: float | None, shared_models: SharedModels
@@ -66,6 +67,7 @@ def same_videos(policy: PipelinePolicy, pipeline: Any, sampling: Sampling) -> No
     assert (ours[:, 0].float() - ours[:, -1].float()).abs().mean() > 1, "its frames differ"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["wan", "wan22"])
 @pytest.mark.parametrize(("cfg", "kind"), [(1.0, "sde"), (4.0, "cps")])
 def test_the_trainer_replays_a_video(name: str, cfg: float, kind: str, shared_models: SharedModels) -> None:
@@ -78,6 +80,7 @@ def test_the_trainer_replays_a_video(name: str, cfg: float, kind: str, shared_mo
     assert torch.equal(exact, torch.zeros_like(exact))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_in_bfloat16_every_road_keeps_the_same_weights_in_float32(
     quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +129,7 @@ def ti2v_5b(config: TinyConfig) -> Any:
     return made
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_the_5b_model_is_text_to_video_by_the_same_road(cfg: float) -> None:
     tiny_config = TinyConfig(family="tests.unit.policies.test_wan:ti2v_5b", heads=4)

@@ -75,6 +75,7 @@ def encoded(policy: PipelinePolicy, prompt: Prompt, sampling: Sampling) -> list[
     return [*found, None][:2]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("place", "cfg"), [(0, 4.0), (1, 1.0)])
 def test_videos_are_the_stock_pipelines(place: int, cfg: float, loaded: Any, prompt: Prompt) -> None:
     kind, policy, pipeline = loaded
@@ -103,6 +104,7 @@ def test_videos_are_the_stock_pipelines(place: int, cfg: float, loaded: Any, pro
     assert (made[0].float() - made[1].float()).abs().mean() > 1, "the image matters"
 
 
+@pytest.mark.extended
 def test_the_trainer_replays_a_video(loaded: Any, prompt: Prompt) -> None:
     kind, policy, _ = loaded
     size = SIZES[kind][0]
@@ -133,6 +135,7 @@ def test_the_first_frame_of_the_5b_model_is_the_image(loaded: Any, prompt: Promp
     assert (ends[:, :, 1] - positive["condition"][:, 0]).abs().mean() > 0.1
 
 
+@pytest.mark.extended
 def test_a_lora_round_trips_through_the_stock_pipeline(loaded: Any, prompt: Prompt, tmp_path: Path) -> None:
     kind, _, _ = loaded
     model, size = resolve_model(config_of(kind)), SIZES[kind][0]
@@ -184,6 +187,7 @@ def test_what_it_needs_is_said(prompt: Prompt) -> None:
         shapes_of(resolve_model(replace(config_of("wan21"), max_sequence_length=24)), (5, 32, 32), images=1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "channels", "condition"),
     [

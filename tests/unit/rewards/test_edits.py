@@ -112,6 +112,7 @@ def test_consistency_is_the_distance_outside_of_the_box(edit: Prompt) -> None:
     assert square.failed["edit_consistency"].refused and "8 × 8" in square.failed["edit_consistency"].reason
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("encoding", ["png", "multipart"])
 @pytest.mark.parametrize("batch", ["group", "one_by_one"])
 def test_a_server_gets_sources_and_has_the_scores_of_the_run_itself(batch: str, encoding: str, edit: Prompt) -> None:

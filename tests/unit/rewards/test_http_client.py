@@ -57,6 +57,7 @@ PASSING = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", PASSING)
 def test_what_may_pass_is_tried_again(name: str) -> None:
     with lying(PASSING[name], scores(1, 2)) as server:

@@ -42,6 +42,7 @@ def composed(*overrides: str, reward: str = "color", data: str = "two_prompts") 
     return config
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("group", GROUPS)
 def test_reward_groups_build(group: str) -> None:
     config = composed(reward=group, data="ocr" if "ocr" in group else "two_prompts")

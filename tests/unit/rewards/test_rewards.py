@@ -44,6 +44,7 @@ def ocr() -> OCR:
     return OCR()
 
 
+@pytest.mark.extended
 def test_ocr_scores_the_right_word_and_no_other(ocr: OCR) -> None:
     images = np.stack([painted("Welcome"), painted("BXZKQ"), painted("")])
     assert list(ocr(images, SIGN)) == [1.0, 0.0, 0.0]

@@ -179,6 +179,7 @@ def test_the_examples_are_what_is_said() -> None:
         assert (refused.status_code, refused.json()) == (400, BLOCKS["refusal"])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", range(2))
 def test_the_configurations_of_the_page_are_accepted(number: int, tmp_path: Path) -> None:
     terms = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[number]

@@ -76,6 +76,7 @@ def cases(name: str) -> Iterator[tuple[ByteArray, Prompt, list[float]]]:
             yield inputs.images(*size), Prompt(place, inputs.PROMPTS[place]), expected
 
 
+@pytest.mark.extended
 @SCALED_BY_PILLOW
 def test_pickscore_is_that_of_its_readme(folders: dict[str, Path]) -> None:
     reward = PickScore(str(folders["pickscore"]), processor=str(folders["pickscore"]), scale=1.0, batch_size=3)
@@ -85,6 +86,7 @@ def test_pickscore_is_that_of_its_readme(folders: dict[str, Path]) -> None:
     assert trained_on(images, prompt) == pytest.approx([x / 26 for x in expected], rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.extended
 @SCALED_BY_PILLOW
 def test_clip_score_is_torchmetrics(folders: dict[str, Path]) -> None:
     reward = ClipScore(str(folders["clip_score"]), batch_size=3)
@@ -108,6 +110,7 @@ def at_full_length(name: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("checkpoint", "architecture"), [("hpsv2", "ViT-H-14"), ("ViT-H-14", ""), ("ViT-L-14", "")])
 def test_the_names_and_shapes_of_published_checkpoints_are_those_that_are_loaded(
     checkpoint: str, architecture: str
@@ -119,6 +122,7 @@ def test_the_names_and_shapes_of_published_checkpoints_are_those_that_are_loaded
     assert {name: tensor.shape for name, tensor in theirs.items()} == ours
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [HPSv2, HPSv21])
 def test_hpsv2_is_that_of_its_package(kind: type[HPSv2], folders: dict[str, Path]) -> None:
     where = str(folders["hpsv2"])
@@ -221,6 +225,7 @@ def test_a_tensor_gets_the_score_of_its_bytes(name: str, size: tuple[int, int], 
     assert scores.tolist() == pytest.approx(list(reward(images, PROMPT)), rel=0.02, abs=near)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", BUILT)
 def test_the_gradient_is_the_slope_of_the_score(name: str, folders: dict[str, Path]) -> None:
     reward = BUILT[name](folders)

@@ -138,6 +138,7 @@ def test_nothing_is_asked_twice(server: ScriptedJudge, tmp_path: Path) -> None:
     assert len(server.requests) == 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "other",
     [{"model": "larger"}, {"version": "2"}, {"prompt_template": "{prompt}?"}, {"temperature": 0.5}, {"range": [0, 5]}],

@@ -50,6 +50,7 @@ def test_the_score_is_the_expectation_of_the_models_own_probabilities(vlm: TinyV
     assert len({result["score"] for result in results}) == len(IMAGES), "the model does not look at the image"
 
 
+@pytest.mark.extended
 def test_the_transcription_is_what_the_model_writes(vlm: TinyVLM, url: str) -> None:
     results = ask(VLMJudge(url, NAME, "transcribe", prompt_template="Read.", max_tokens=8))
     for image, result in zip(IMAGES, results, strict=True):
@@ -58,6 +59,7 @@ def test_the_transcription_is_what_the_model_writes(vlm: TinyVLM, url: str) -> N
         assert (result["text"], result["score"]) == (written, text_score(written, "abc"))
 
 
+@pytest.mark.extended
 def test_asking_twice_gives_the_same_bits(url: str) -> None:
     reward = VLMJudge(url, NAME, "probabilities", min_mass=0.0, answers={chr(n): n for n in range(33, 97)})
     assert torch.equal(*(torch.tensor([r["score"] for r in ask(reward)], dtype=torch.float64) for _ in range(2)))

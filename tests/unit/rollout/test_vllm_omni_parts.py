@@ -91,6 +91,7 @@ def find(tensor: Tensor, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> 
     raise AssertionError("gathered what no rank holds")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("targets", [None, ["attn.to_q", "attn.to_out.0"]])
 def test_the_adapter_and_the_base_have_known_shapes_without_weights(
     targets: list[str] | None, shared_models: SharedModels

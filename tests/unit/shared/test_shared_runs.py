@@ -24,6 +24,7 @@ from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, share
 from tests.unit.shared.shared_runs import MODES, check, first, shared
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("mode", "workers"),
     [*((mode, 1) for mode in MODES), ("sync", 2), ("stream", 3), ("one step off", 3), ("fully async", 2)],
@@ -45,6 +46,7 @@ def test_batches_of_tickets_are_those_of_separate_pools(mode: str, what: str) ->
     assert any(list(event["batch"]) != sorted(event["batch"]) for event in found.tickets("RUNNING"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("workers", [1, 3])
 def test_no_version_is_sent(workers: int) -> None:
     """But for the proof weights, which every worker must be sent."""
@@ -90,6 +92,7 @@ def test_the_end_of_a_step_waits_for_a_ticket_only_to_measure_its_kl(mode: str, 
             assert after_training / 2 <= wait + 1e-9 and wait <= after_training + 1e-9
 
 
+@pytest.mark.extended
 def test_one_worker_hides_the_time_of_rewards() -> None:
     """Step s+1 is sampled while the rewards of step s are made: of nothing else is there any to spare."""
     slow = Timing(generate=1.0, update=0.25, score=6.0)
@@ -228,6 +231,7 @@ def losing(step: int, payload: int) -> Disturbance:
     return lose
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", MODES)
 def test_an_evaluation_is_due_at_every_step(mode: str) -> None:
     found = shared(mode, 1, **EVALUATED)
@@ -235,6 +239,7 @@ def test_an_evaluation_is_due_at_every_step(mode: str) -> None:
     assert len(found.evaluated) == 7
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", AHEAD)
 def test_an_evaluation_keeps_its_share_of_a_process_that_always_has_other_tickets(mode: str) -> None:
     """Every fourth ticket is of the evaluation, which has two."""
@@ -248,6 +253,7 @@ def test_an_evaluation_keeps_its_share_of_a_process_that_always_has_other_ticket
     assert sum(begun < time < sorted(given)[places[0]][0] for time, _ in given) <= 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mode", MODES)
 def test_a_reward_is_stuck_and_comes_back(mode: str) -> None:
     """It is asked again; what can be sampled and trained meanwhile is."""
@@ -263,6 +269,7 @@ def test_a_reward_that_is_stuck_for_good_ends_the_run_by_name(mode: str) -> None
         shared(mode, 1, stuck(5, float("inf")), deadlines__score=5.0, reward__retries=2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("payload", [0, 1], ids=["images", "trajectory"])
 @pytest.mark.parametrize("mode", AHEAD)
 def test_a_payload_of_a_step_is_lost_while_the_next_is_made(mode: str, payload: int) -> None:

@@ -48,6 +48,7 @@ def loaded(request: pytest.FixtureRequest) -> SharedWorker:
     return worker(shared_config(), first=request.param)
 
 
+@pytest.mark.extended
 def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
     sampling, training = (
         base_tensors(policy.transformer) for policy in (loaded.rollout.engine.policy, loaded.trainer.policy)

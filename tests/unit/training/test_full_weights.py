@@ -54,6 +54,7 @@ def trained(dtype: str, **options: Any) -> tuple[TrainerWorker, Site, dict[str, 
     return worker, site, before, stats
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dtype: str) -> None:
     worker, site, before, stats = trained(dtype)
@@ -111,6 +112,7 @@ def test_gradients_of_bfloat16_parameters_are_added_in_float32() -> None:
     assert torch.equal(layer.weight.data, (start.float() + 1e-4).to(BF16))
 
 
+@pytest.mark.extended
 def test_frozen_parameters_stay_and_are_not_sent() -> None:
     config = full_config()
     config.full.freeze = ["*norm*", "transformer_blocks.0.*"]

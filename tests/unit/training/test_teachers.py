@@ -35,6 +35,7 @@ def taught(folder: Path, **fields: Any) -> Config:
     return config
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "fields",
     [{}, pytest.param({"name": "diffusion_nft", "sde_type": "ode"}, marks=pytest.mark.slow)],
@@ -50,6 +51,7 @@ def test_a_student_comes_near_the_teacher_of_each_prompt(fields: dict[str, Any],
     assert 0.0 < distance[-1] < 0.5 * distance[0]
 
 
+@pytest.mark.extended
 def test_each_group_is_compared_with_its_own_teacher(tmp_path: Path) -> None:
     """The student begins at teacher `a`, so its distance is 0 there alone; a smaller rank computes the same."""
     config = taught(tmp_path)

@@ -59,6 +59,7 @@ def site() -> Site:
     return Site(rig.tiny_config())
 
 
+@pytest.mark.extended
 def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_rounded() -> None:
     """Half the bytes; binding proof and a version of the trained weights, and the same output bit for bit."""
     config = rig.tiny_config(learning_rate=1e-2)
@@ -97,6 +98,7 @@ def test_the_proof_proves_the_binding_and_trains_nothing() -> None:
         check_binding(probe_of(lora_modules(worker.policy.transformer)), site.probe())
 
 
+@pytest.mark.extended
 def test_training_on_what_was_delivered_closes_the_loop() -> None:
     """Two versions out, samples back, one step late: the sampler really used what the trainer published."""
     config = rig.tiny_config()
