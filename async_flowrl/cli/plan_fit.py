@@ -11,6 +11,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
+
+from rich.console import Console
+from rich.progress import track
 
 from async_flowrl.cli.cards import gib_of
 from async_flowrl.config.check import check
@@ -263,6 +267,7 @@ def main(arguments: Sequence[str]) -> None:
     recipes = [[f"experiment={name}"] for name in experiments or RECIPES]
     if not experiments and any(word.startswith(("model=", "model.path=")) for word in overrides):
         recipes = [[]]
-    answers = [answer([*recipe, *overrides], kind) for recipe in recipes for kind in kinds]
+    pairs = track([*product(recipes, kinds)], "memory plans", console=Console(stderr=True), transient=True)
+    answers = [answer([*recipe, *overrides], kind) for recipe, kind in pairs]
     rows = [asdict(row) for row in answers]
     sys.stdout.write(json.dumps(rows, indent=2) + "\n" if options.json else markdown(answers))
