@@ -10,6 +10,7 @@ from torch import Tensor
 from async_flowrl.cli.generate import run_of, with_base
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.error_text import first_line
+from async_flowrl.config.models import local_index
 from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
@@ -49,12 +50,16 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
 
     `average` prefers the moving average (EMA) of the weights; `base` replaces the known base model.
     """
-    checkpoint = _checkpoint(path)
-    if checkpoint is None:
+    if base is not None:
+        local_index(base)  # which refuses what is neither a folder nor a name of the hub
+    if (checkpoint := _checkpoint(path)) is None:
         return _read_lora(path, base)
     run = checkpoint.parent.parent
     config = read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
-    held = read_checkpoint(checkpoint)
+    try:
+        held = read_checkpoint(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{error}; SOURCE={run} would be its newest sound one") from error
     part = "ema" if average and "ema" in held.tensors else "weights"
     weights, model = _trained(held, part, str(checkpoint)), _model(base, config)
     if isinstance(weights, LoraFile):

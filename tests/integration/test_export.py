@@ -115,9 +115,12 @@ def test_a_damaged_checkpoint_is_not_exported(
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    assert exporting([str(file.parent), str(tmp_path / "out")]) == 2
-    assert "weights.safetensors" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for words, named in (
+        ([str(file.parent)], f"weights.safetensors .* SOURCE={tmp_path / 'run'} "),
+        ([str(tmp_path / "run"), "--base", "nosuch"], "'nosuch' was not found"),
+    ):
+        assert exporting([*words, str(tmp_path / "out")]) == 2
+        assert re.search(named, capsys.readouterr().err) and not (tmp_path / "out").exists()
     for source, message in ((tmp_path / "nothing", "give a run directory"), (tmp_path, "holds no sound checkpoint")):
         with pytest.raises(ValueError, match=message):
             read_source(source)
