@@ -131,8 +131,8 @@ def _instead_of(path: Path, *, shares: bool) -> str:
         return f"; it is a run, whose checkpoints are {checkpoints}/step_N"
     for other in written(path) or written(path.parent):
         with suppress(DamagedCheckpoint):
-            verify_checkpoint(other, shares=shares)
             if other != path:
+                verify_checkpoint(other, shares=shares)
                 return f"; try resume={other}"
     return ""
 

@@ -246,7 +246,6 @@ async def with_sound_shares(trainers: TrainerGroup, resume: Resume, another: Cal
     except WorkerFailed as error:
         if error.kind != DamagedCheckpoint.__name__:
             raise
-        logger.warning("%s; looking for another one", error.message)
         resume = await asyncio.to_thread(another)
         if resume.path is None:
             raise

@@ -90,7 +90,7 @@ def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, re
     """Each rank a process on Ray that reads its share of the checkpoint; versions are gathered, and go by gloo."""
     assert [event["step"] for event in resumed.events if event["event"] == "rollback"] == [1]
     said = (resumed.root / "logs" / "controller.log").read_text()
-    assert f"step_2: {DAMAGED} does not have the size and digest it was written with; looking for another" in said
+    assert f"step_2: {DAMAGED} does not have the size and digest it was written with; trying an older one" in said
     now = resumed.events[len(plain.events) :]
     assert busy_ranks(now) == {"trainer-0", "trainer-1"}
     pids = {event["worker"]: event["pid"] for event in now if event["event"] == "worker"}
