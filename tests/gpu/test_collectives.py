@@ -22,10 +22,7 @@ from tests.support.live import live_digest
 
 DEVICES = 3
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 several = pytest.mark.skipif(
     not PRETENDED and torch.cuda.device_count() < DEVICES, reason=f"needs {DEVICES} CUDA devices"

@@ -6,10 +6,7 @@ import torch
 from checkpoint_engine import Receiver
 from tests.support.gathered import SHAPES, Ranks, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 VERSIONS = 4
 

@@ -22,10 +22,7 @@ from async_flowrl.training.messages import TrainRequest
 from async_flowrl.training.trainer_worker import TrainerWorker
 from tests.support.fused_attention import fused_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MIDDLE = (
     "model.tiny.layers=5",
     "model.tiny.heads=16",

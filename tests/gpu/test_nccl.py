@@ -14,10 +14,7 @@ from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.side_stream import on
 from tests.support.live import live_digest
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MEGABYTE = 10**6
 
 

@@ -25,10 +25,7 @@ from async_flowrl.types import RolloutRequest
 from tests.support.families import NAMES, how, model_config, passes_by_length
 from tests.support.tiny import request
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 IMAGES = 3
 FAMILIES = pytest.mark.parametrize("family", NAMES)
 

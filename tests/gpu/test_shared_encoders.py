@@ -19,10 +19,7 @@ from async_flowrl.types import Conditioning, EmbeddingKey
 from tests.support import trainer_rig as rig
 from tests.support.tiny import request
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LIMIT = 240.0
 """Seconds after which a thread that has not ended hangs."""
 

@@ -14,10 +14,7 @@ from checkpoint_engine.side_stream import HostCopy, PinnedBlocks, SideStream
 from tests.gpu.member_tensors import on_pretended, tensors
 from tests.support.live import live_digest
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def alone(transport: str, publisher: Publisher) -> CollectiveSender:

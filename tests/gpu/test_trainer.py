@@ -19,10 +19,7 @@ from tests.support import trainer_rig as rig
 from tests.support.families import NAMES, model_config
 from tests.support.ports import free_port
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,7 @@ import pytest
 
 from async_flowrl.cli.verify import verify
 from benchmarks import prove
-from benchmarks.prove import (
-    SHORT_RUN,
-    digest,
-    events,
-    finish,
-    killed,
-    running_worker,
-    start,
-    undisturbed,
-    wait_for,
-)
+from benchmarks.prove import SHORT_RUN, digest, events, finish, killed, running_worker, start, undisturbed, wait_for
 from separation.processes import alive, descendants
 from tests.support.killed_trainer import PHASES, drawn
 

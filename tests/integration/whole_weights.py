@@ -50,10 +50,7 @@ def watched_receivers() -> Iterator[Received]:
             found.live[stream, version] = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return digest
 
-    with (
-        mock.patch.object(Receiver, "receive", received),
-        mock.patch.object(Receiver, "activate", activated),
-    ):
+    with mock.patch.object(Receiver, "receive", received), mock.patch.object(Receiver, "activate", activated):
         yield found
 
 

@@ -9,13 +9,7 @@ from unittest import mock
 
 from tests.integration.runs import WHOLE, Run, finish, start
 
-SHORT = (
-    *WHOLE,
-    "total_steps=3",
-    "evaluate.max_prompts=1",
-    "evaluate.images_per_prompt=1",
-    "model.dtype=bfloat16",
-)
+SHORT = (*WHOLE, "total_steps=3", "evaluate.max_prompts=1", "evaluate.images_per_prompt=1", "model.dtype=bfloat16")
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,7 @@ import pytest
 from tests.pretend_gpu.rehearse import Rehearsal, rehearse
 
 pytestmark = pytest.mark.timeout(400)
-WORKERS = (
-    "rollout.num_workers=2",
-    "trainer.num_workers=2",
-    "trainer.micro_batch_size=2",
-    "trainer.shard=full",
-)
+WORKERS = ("rollout.num_workers=2", "trainer.num_workers=2", "trainer.micro_batch_size=2", "trainer.shard=full")
 
 
 @pytest.fixture(scope="module")

@@ -206,10 +206,7 @@ def _trainer_of(config: Config) -> type[ToyTrainer]:
 
 
 def toy_context(
-    config: Config,
-    groups: Mapping[str, ToyPool],
-    observer: ListObserver,
-    texts: Sequence[str] = TEXTS,
+    config: Config, groups: Mapping[str, ToyPool], observer: ListObserver, texts: Sequence[str] = TEXTS
 ) -> tuple[Context, TrainerGroup]:
     algorithm = build_algorithm(config)
     prompts = [Prompt(index, text) for index, text in enumerate(texts)]

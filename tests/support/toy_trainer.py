@@ -22,13 +22,7 @@ from async_flowrl.training.checkpoint import (
     write_checkpoint,
 )
 from async_flowrl.training.exact import TAIL, Account, ExactSum, mark_of, to_digits
-from async_flowrl.training.messages import (
-    GroupMeta,
-    Manifest,
-    StepPlan,
-    TrainRequest,
-    UpdateStats,
-)
+from async_flowrl.training.messages import GroupMeta, Manifest, StepPlan, TrainRequest, UpdateStats
 from async_flowrl.training.parts import World, parts_of
 from async_flowrl.training.trust_region import MEASURED_EVERY_STEPS
 from async_flowrl.types import EMA, Trajectory

@@ -80,8 +80,7 @@ def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rank", "method", "number"),
-    [(1, "train", 5), (1, "gather", 4), (1, "write", 2), (0, "end", 2)],
+    ("rank", "method", "number"), [(1, "train", 5), (1, "gather", 4), (1, "write", 2), (0, "end", 2)]
 )
 def test_the_death_of_one_rank_takes_all_of_them_back_to_the_last_checkpoint(
     rank: int, method: str, number: int, tmp_path: Path

@@ -121,9 +121,7 @@ def test_stratified_levels_are_one_of_each_equal_part() -> None:
 @pytest.mark.extended
 @settings(max_examples=200, deadline=None)
 @given(
-    kind=st.sampled_from(["none", "random", "sliding", "list", "fraction"]),
-    steps=st.integers(2, 30),
-    data=st.data(),
+    kind=st.sampled_from(["none", "random", "sliding", "list", "fraction"]), steps=st.integers(2, 30), data=st.data()
 )
 def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
     """Ascending, without repeats, never the last step, trained steps are noisy, and as many as promised."""

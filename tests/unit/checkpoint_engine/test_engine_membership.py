@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_engine import (
-    EVALUATION,
-    Ack,
-    TransferCorrupted,
-    TransferFailed,
-    VersionGone,
-    WeightsMismatch,
-)
+from checkpoint_engine import EVALUATION, Ack, TransferCorrupted, TransferFailed, VersionGone, WeightsMismatch
 from checkpoint_engine.errors import Verdict, verdict
 from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import Gone, flipped

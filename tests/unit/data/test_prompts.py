@@ -29,10 +29,7 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 def test_txt_is_one_prompt_per_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text('a cat\n\n  a sign "Open late" in "blue"  \n', encoding="utf-8")
-    assert load(path) == [
-        Prompt(0, "a cat"),
-        Prompt(1, 'a sign "Open late" in "blue"', target="Open late"),
-    ]
+    assert load(path) == [Prompt(0, "a cat"), Prompt(1, 'a sign "Open late" in "blue"', target="Open late")]
 
 
 def test_jsonl_columns(tmp_path: Path) -> None:

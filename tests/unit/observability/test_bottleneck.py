@@ -9,11 +9,7 @@ from async_flowrl.observability.bottleneck import bottleneck
     ("trainer", "rollout", "sentence"),
     [
         ({"busy": 60, "wait_data": 40}, {"busy": 98, "idle": 2}, "Rollout-bound: the trainer waited for images 40%"),
-        (
-            {"busy": 98, "wait_data": 2},
-            {"busy": 50, "idle": 50},
-            "Training-bound: rollout workers had nothing to",
-        ),
+        ({"busy": 98, "wait_data": 2}, {"busy": 50, "idle": 50}, "Training-bound: rollout workers had nothing to"),
         ({"busy": 50, "wait_data": 50}, {"busy": 50, "idle": 50}, "The pools take turns"),
         ({"busy": 95, "wait_data": 5}, {"busy": 95, "idle": 5}, "The pools are balanced"),
         ({"busy": 90, "wait_data": 10}, {"busy": 50, "wait_weights": 50}, "Delivering weights is the bottleneck"),

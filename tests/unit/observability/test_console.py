@@ -14,13 +14,7 @@ from async_flowrl.observability.evaluations import Curve, Evaluation
 from async_flowrl.observability.result import result_sentences
 from async_flowrl.observability.terminal import run_program
 
-METRICS = {
-    "reward/mean": 0.25,
-    "staleness/mean": 1.0,
-    "images": 32,
-    "clip_fraction": 0.5,
-    "pool/rollout/busy": 0.9,
-}
+METRICS = {"reward/mean": 0.25, "staleness/mean": 1.0, "images": 32, "clip_fraction": 0.5, "pool/rollout/busy": 0.9}
 
 
 class Clock:

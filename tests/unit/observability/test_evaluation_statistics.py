@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_flowrl.observability.evaluations import (
-    HELD_OUT,
-    TRAINED,
-    Curve,
-    Evaluation,
-    EvaluationLog,
-    metric_keys,
-)
+from async_flowrl.observability.evaluations import HELD_OUT, TRAINED, Curve, Evaluation, EvaluationLog, metric_keys
 from async_flowrl.observability.statistics import change, diversity, estimate
 
 RNG = np.random.default_rng(20261122)

@@ -8,15 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from async_flowrl.cli.plan import main
-from async_flowrl.cli.plan_from_run import (
-    Measured,
-    bound_of,
-    limit_of,
-    measured,
-    present,
-    split_of,
-    splits,
-)
+from async_flowrl.cli.plan_from_run import Measured, bound_of, limit_of, measured, present, split_of, splits
 from async_flowrl.config.schema import Config
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Timing

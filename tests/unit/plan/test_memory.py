@@ -233,14 +233,7 @@ def test_the_recipes_fit_their_card_by_plan_and_by_rehearsal(experiment: str) ->
 
 
 def sizes(of: Sizes) -> dict[str, Any]:
-    names = (
-        "version_bytes",
-        "text_bytes",
-        "block_bytes",
-        "adapter_parameters",
-        "itemsize",
-        "full",
-    )
+    names = ("version_bytes", "text_bytes", "block_bytes", "adapter_parameters", "itemsize", "full")
     counted = {name: getattr(of, name) for name in names}
     return {**counted, "beside": pytest.approx(of.root_bytes, rel=0.01)}
 

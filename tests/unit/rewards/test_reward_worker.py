@@ -97,10 +97,7 @@ def test_flags_of_the_sum() -> None:
     assert not check_rewards(terms(a="constant"))
 
 
-NEEDED = {
-    "http": {"url": "http://127.0.0.1:8000"},
-    "vlm_judge": {"base_url": "http://127.0.0.1:8000/v1", "model": "m"},
-}
+NEEDED = {"http": {"url": "http://127.0.0.1:8000"}, "vlm_judge": {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}}
 """Options of the rewards that do not build without any."""
 
 

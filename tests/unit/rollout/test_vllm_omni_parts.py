@@ -11,11 +11,7 @@ from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError, reply
-from async_flowrl.rollout.vllm_omni.engine_settings import (
-    Names,
-    network_shapes,
-    unpacked,
-)
+from async_flowrl.rollout.vllm_omni.engine_settings import Names, network_shapes, unpacked
 from checkpoint_engine import base_digest
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import adapted_policy

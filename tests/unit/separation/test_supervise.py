@@ -6,11 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from separation.supervise import (
-    DeadlineExceeded,
-    deadline,
-    supervised,
-)
+from separation.supervise import DeadlineExceeded, deadline, supervised
 from tests.support.virtual import run_virtual
 
 

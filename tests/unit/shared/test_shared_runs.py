@@ -12,14 +12,7 @@ from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import Disturbance
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault, once
-from tests.support.toy_recovery import (
-    Disturb,
-    events,
-    logged,
-    rollbacks,
-    run_controller,
-    summary,
-)
+from tests.support.toy_recovery import Disturb, events, logged, rollbacks, run_controller, summary
 from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, shared_config, shared_toys
 from tests.unit.shared.shared_runs import MODES, check, first, shared
 

@@ -179,10 +179,7 @@ def test_killed_before_any_change_of_the_folder(
     assert rank == 0 or set(left[:-1]) == {1}, "nothing counts without the share of every rank"
 
 
-@pytest.mark.parametrize(
-    ("rank", "most"),
-    [(0, 1), (1, 600), (0, 10_000)],
-)
+@pytest.mark.parametrize(("rank", "most"), [(0, 1), (1, 600), (0, 10_000)])
 def test_killed_in_the_middle_of_a_write(tmp_path: Path, before: Path, rank: int, most: int) -> None:
     folder = copies(tmp_path, before)()
     assert ended(folder, 2, Death(rank, most=most)) == -signal.SIGXFSZ

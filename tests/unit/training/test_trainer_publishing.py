@@ -10,14 +10,7 @@ import torch
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
 from async_flowrl.training.trainer_worker import TrainerWorker
-from checkpoint_engine import (
-    PROOF_VERSION,
-    LoraModule,
-    Receiver,
-    WeightsMismatch,
-    binding_probe,
-    check_binding,
-)
+from checkpoint_engine import PROOF_VERSION, LoraModule, Receiver, WeightsMismatch, binding_probe, check_binding
 from tests.support import trainer_rig as rig
 
 

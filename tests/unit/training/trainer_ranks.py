@@ -48,10 +48,7 @@ def run_alone(job: Job) -> Outcome:
 def _measured(by_rank: list[Outcome]) -> list[Outcome]:
     """Adds what the controller makes of the ranks' statistics, to each of them."""
     stats = [merged(of_update) for of_update in zip(*(outcome.pop("stats") for outcome in by_rank), strict=True)]
-    whole = {
-        "metrics": [s.metrics for s in stats],
-        "kept": [s.kept for s in stats],
-    }
+    whole = {"metrics": [s.metrics for s in stats], "kept": [s.kept for s in stats]}
     return [outcome | whole for outcome in by_rank]
 
 
