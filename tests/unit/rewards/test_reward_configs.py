@@ -54,8 +54,9 @@ def test_reward_groups_build(group: str) -> None:
         return
     needs_target = check_rewards(config.reward)
     data = load_data(config.data, needs_target=needs_target)
-    for prompts in (data.train, data.evaluation):
-        prompts.check_each(check or bool)
+    if check is not None:
+        data.train.check_each(check)
+        data.evaluation.check_each(check)
 
 
 def test_the_command_line_of_the_custom_reward_example(monkeypatch: pytest.MonkeyPatch) -> None:
