@@ -5,7 +5,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ def _finite(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def version_of(lines: Sequence[Metrics]) -> int:
+    """Returns the version that the last step made, also of a run that began at another's checkpoint."""
+    return int(lines[-1]["step"]) + 1 if lines else 0
 
 
 def missing_terms(line: Mapping[str, Any]) -> Counter[str]:

@@ -19,7 +19,7 @@ from async_flowrl.observability.events import Event, effective, step_window, ste
 from async_flowrl.observability.hacking import alarms, best, notices
 from async_flowrl.observability.intervals import Interval, intersect, length, union
 from async_flowrl.observability.ledger import place_of, pool_of
-from async_flowrl.observability.metrics import Metrics, by_age, missing_terms
+from async_flowrl.observability.metrics import Metrics, by_age, missing_terms, version_of
 from async_flowrl.observability.result import tenths
 from async_flowrl.observability.statistics import CHANGE_FIELDS
 from async_flowrl.observability.timeline import Track, by_pool, device_time, tracks, worked
@@ -59,9 +59,9 @@ def summarise(
     configured = configured_pools(config)
     devices = device_time(workers, step_window(attempt)) if placement_of(config).together else {}
     return {
-        "steps": len(metrics),
+        "steps": version_of(metrics),
         "images": sum(images),
-        "images_per_s": since / counted["wall_seconds"] if counted["wall_seconds"] > 0 else None,
+        "images_per_s": since / counted["wall_seconds"] if since and counted["wall_seconds"] > 0 else None,
         "steady_images_per_s": _steady_rate(attempt, sum(images) / max(1, len(images))),
         "mode": config.mode_name,
         "max_staleness": config.max_staleness,

@@ -19,7 +19,7 @@ from async_flowrl.report.panels import panels_for
 from async_flowrl.report.pictures import pictures_of
 from async_flowrl.report.records import Records, read_run
 from async_flowrl.report.schedule import timeline_of
-from async_flowrl.report.series import MAX_POINTS, bucket_width, lines_of, rounded
+from async_flowrl.report.series import bucket_width, lines_of, rounded
 
 Document = dict[str, Any]
 # Value of `max_mib` (MiB of pictures inside a page) if no configuration sets monitor.report_mib.
@@ -83,11 +83,8 @@ def compared(runs: Sequence[Document]) -> str:
 
 def notes_on(run: Records, entry: Document) -> list[str]:
     notes, name = [], entry["name"]
-    if (width := bucket_width(run.steps)) > 1:
-        notes.append(
-            f"{name}: each point of a curve is the mean of {width} steps, its band their range; {run.steps:,} steps "
-            f"are drawn as at most {MAX_POINTS} points."
-        )
+    if (width := bucket_width(len(run.metrics))) > 1:
+        notes.append(f"{name}: each point of a curve is the mean of {width} steps, its band their range.")
     timeline, pictures, evaluations = (entry[key] or {} for key in ("timeline", "pictures", "evaluations"))
     shown = [
         (timeline.get("shown", 0), timeline.get("workers", 0), "workers in the timeline"),

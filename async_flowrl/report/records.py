@@ -15,7 +15,7 @@ from async_flowrl.config.placement import recorded_placement
 from async_flowrl.observability.evaluations import TRAINED, Evaluation, policy_versions, read_evaluations
 from async_flowrl.observability.events import Event, effective, read_events, step_window, steps_of
 from async_flowrl.observability.intervals import Interval
-from async_flowrl.observability.metrics import Metrics
+from async_flowrl.observability.metrics import Metrics, version_of
 from async_flowrl.observability.run_directory import ATTEMPT, is_held
 from async_flowrl.observability.timeline import Track, by_device, tracks
 
@@ -48,7 +48,7 @@ class Records:
 
     @property
     def steps(self) -> int:
-        return len(self.metrics)
+        return version_of(self.metrics)
 
     @property
     def total_steps(self) -> int | None:
@@ -104,7 +104,7 @@ def read_run(root: Path) -> Records:
     file = root / "config.yaml"
     config: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file.exists() else {}
     config = config if isinstance(config, dict) else {}
-    summary = _summary(root / "summary.json", len(metrics), config.get("total_steps"))
+    summary = _summary(root / "summary.json", version_of(metrics), config.get("total_steps"))
     events = root / "events.jsonl"
     return Records(
         root=root,
@@ -113,7 +113,7 @@ def read_run(root: Path) -> Records:
         evaluations=sorted(evaluations, key=lambda e: (not e.baseline, e.version)),
         summary=summary,
         config=config,
-        state=_state(root, summary, len(metrics)),
+        state=_state(root, summary, version_of(metrics)),
     )
 
 

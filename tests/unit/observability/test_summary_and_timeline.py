@@ -112,6 +112,9 @@ def test_totals_of_the_summary() -> None:
     assert found["workers"] == {"rollout": 1, "trainer": 1, "reward": 1}
     assert found["weights_digest"] == "digest" and found["memory"] == {}
     json.dumps(found, allow_nan=False)
+    resumed = [*made_up(20, 2.0, 1.0, 1, 1), *({"event": e, "time": 999.0, "step": 20} for e in ("rollback", "inputs"))]
+    after = summarise(Config(max_staleness=1), metrics(20, 1), resumed, {"wall_seconds": 50.0})
+    assert (after["steps"], after["images"], after["images_per_s"]) == (20, 640, None)
     lines = [line | {"memory/trainer": 3.5 + line["step"] % 2, "memory/rollout": 2.0} for line in metrics(3, 1)]
     counted = summarise(Config(max_staleness=1), lines, list(made_up(3, 2.0, 1.0, 1, 1)), {"wall_seconds": 50.0})
     assert counted["memory"] == {"trainer": 4.5, "rollout": 2.0}

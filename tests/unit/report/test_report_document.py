@@ -20,6 +20,14 @@ from async_flowrl.report.series import MAX_POINTS
 from tests.unit.report.written_runs import WORDS, make_run
 
 
+def test_a_run_that_began_at_anothers_checkpoint_is_finished(tmp_path: Path) -> None:
+    root = make_run(tmp_path / "run")
+    later = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()[4:]]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in later))
+    finish(root, 6)
+    assert document([root])["runs"][0]["state"] == "finished"
+
+
 def finish(root: Path, steps: int, **more: Any) -> None:
     (root / "summary.json").write_text(json.dumps({"steps": steps, "total_steps": steps, "warnings": [], **more}))
 
