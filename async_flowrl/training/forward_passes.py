@@ -30,7 +30,6 @@ from async_flowrl.algorithms.base import (
     keeps_proximal,
 )
 from async_flowrl.algorithms.sde import expand
-from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import reference_mode
 from async_flowrl.policies.pipeline import PipelinePolicy
@@ -181,8 +180,8 @@ class ForwardPasses:
         try:
             output = algorithm.loss(batch, current, needed)
         except KeyError as error:
-            reads = f"what the loss of algorithm {algorithm.name} reads, of a prediction or of those of `needs`,"
-            raise ValueError(unknown_name(reads, error.args[0], {*current, *needed})) from error
+            has = f"a prediction has {', '.join(current)}, and `needs` gives {', '.join(needed) or 'none'}"
+            raise ValueError(f"the loss of algorithm {algorithm.name} finds no {error}: {has}") from error
         for name, value in (("loss", output.loss), *output.metrics.items()):
             if getattr(value, "shape", None) != batch.sigma.shape:
                 given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -228,7 +228,7 @@ class Undeclared(FlowGRPO):
 
 
 @pytest.mark.parametrize(
-    ("name", "named"), [("OneNumber", "flow_grpo must be a tensor"), ("Undeclared", "log_prob, mean, std, got 'error'")]
+    ("name", "named"), [("OneNumber", "flow_grpo must be a tensor"), ("Undeclared", "finds no 'error'")]
 )
 def test_a_loss_that_gives_or_reads_what_it_must_not_is_refused(
     name: str, named: str, handed: list[list[rig.Handed]]
