@@ -71,8 +71,7 @@ def variants(devices: int, rollout: int) -> Variants:
 
 
 def chosen(options: argparse.Namespace) -> Variants:
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    devices = sum(options.split) if options.split else options.devices or found
+    devices = sum(options.split) if options.split else options.devices or torch.cuda.device_count() or 2
     if devices < 2:
         raise ValueError(f"separate pools need two devices or more, got --devices {devices}")
     every = variants(devices, options.split[0] if options.split else devices // 2)
@@ -196,9 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["async-flowrl", "benchmark", *words])
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    repeats = [{name: asdict(run) for name, run in measured.items()} for measured in rounds]
-    record = {"command": command, "rounds": repeats}
-    (out / "benchmark.json").write_text(json.dumps(record, indent=2) + "\n")
+    record = {"command": command, "rounds": rounds}
+    (out / "benchmark.json").write_text(json.dumps(record, indent=2, default=asdict) + "\n")
     (out / "benchmark.md").write_text(text := markdown(command, rounds), encoding="utf-8")
     picture(rounds, out / "benchmark.png")
     say(f"{text}\nwrote benchmark.json, benchmark.md and benchmark.png to {out}\n")

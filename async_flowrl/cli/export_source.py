@@ -15,7 +15,7 @@ from async_flowrl.config.schema import Config, ModelConfig
 from async_flowrl.policies import lora_file, lora_formats
 from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.training.checkpoint import MANIFEST, Checkpoint, checkpoint_step, find_checkpoint, read_checkpoint
+from async_flowrl.training.checkpoint import MANIFEST, checkpoint_step, find_checkpoint, read_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +61,13 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     except ValueError as error:
         raise ValueError(f"{error}; SOURCE={run} would be its newest sound one") from error
     part = "ema" if average and "ema" in held.tensors else "weights"
-    weights, model = _trained(held, part, str(checkpoint)), _model(base, config)
-    if isinstance(weights, LoraFile):
+    tensors, adapter, model = held.tensors[part], held.trainer["lora"], _model(base, config)
+    weights: LoraFile | Mapping[str, Tensor] = tensors
+    if adapter:
+        rank = lora_file.rank_of(tensors, str(checkpoint))
+        weights = LoraFile(dict(tensors), rank, float(adapter["alpha"]))
         _check_layers(weights, model, path, base)
     return Source(weights, model, config, run if config is not None else None, checkpoint_step(checkpoint), part)
-
-
-def _trained(held: Checkpoint, part: str, where: str) -> LoraFile | Mapping[str, Tensor]:
-    tensors, adapter = held.tensors[part], held.trainer["lora"]
-    if not adapter:
-        return tensors
-    return LoraFile(dict(tensors), lora_file.rank_of(tensors, where), float(adapter["alpha"]))
 
 
 def family_of(source: Source) -> str:
@@ -93,10 +89,8 @@ def _checkpoint(path: Path) -> Path | None:
         return None
     if (path / MANIFEST).is_file():
         return path
-    for folder in (path / "checkpoints", path):
-        newest = find_checkpoint(folder)
-        if newest is not None:
-            return newest
+    if (newest := find_checkpoint(path / "checkpoints") or find_checkpoint(path)) is not None:
+        return newest
     if (path / "config.yaml").is_file() or not (lora_file.named_files(path) or any(path.glob("*.safetensors"))):
         raise ValueError(f"{path} holds no sound checkpoint (checkpoints/step_N with a {MANIFEST}) and is no LoRA")
     return None

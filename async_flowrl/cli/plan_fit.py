@@ -269,5 +269,4 @@ def main(arguments: Sequence[str]) -> None:
         recipes = [[]]
     pairs = track([*product(recipes, kinds)], "memory plans", console=Console(stderr=True), transient=True)
     answers = [answer([*recipe, *overrides], kind) for recipe, kind in pairs]
-    rows = [asdict(row) for row in answers]
-    sys.stdout.write(json.dumps(rows, indent=2) + "\n" if options.json else markdown(answers))
+    sys.stdout.write(json.dumps(answers, indent=2, default=asdict) + "\n" if options.json else markdown(answers))

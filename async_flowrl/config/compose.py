@@ -32,6 +32,7 @@ from async_flowrl.config.own_code import absolute
 from async_flowrl.config.paths import config_dir, expanded
 from async_flowrl.config.resolution import normalised
 from async_flowrl.config.schema import Config, RewardTerm
+from async_flowrl.config.settings import settings
 
 logger = logging.getLogger(__name__)
 
@@ -343,10 +344,8 @@ def explain(error: Exception) -> str:
         return unknown_name(f"a key of {section}", name, get_type_hints(kind))
     if cause is not None and key and (expected := _expected(key)):
         reason = str(getattr(cause, "msg", cause)).splitlines()[0].rstrip(".")
-        default = functools.reduce(
-            lambda section, part: getattr(section, part, None), key.split("."), cast("Any", Config())
-        )
-        null = "null" if default is None or is_dataclass(default) else f"null; its default is {as_written(default)}"
+        default = {name: value for name, value, _ in settings(Config())}.get(key)
+        null = "null" if default is None else f"null; its default is {as_written(default)}"
         return f"{key} must be {expected}" + (f", got {null}" if "is not Optional" in reason else f": {reason}")
     if missing := re.search(r"(?i)missing mandatory value: (\w+)(?:\s+full_key: ([\w.]+))?", text):
         return f"{missing[2] or missing[1]} has no value: ??? stands for one that is still missing"
