@@ -64,6 +64,11 @@ class RunFiles:
     def steps(self) -> int:
         return int(self.summary["steps"])
 
+    @property
+    def began(self) -> int:
+        """The first step: 0, or that of another run's checkpoint, from which this one went on."""
+        return int(self.history[0]["step"]) if self.history and self.history[0]["event"] == "rollback" else 0
+
     @cached_property
     def finished(self) -> list[Event]:
         return [e for e in self.history if e["event"] == "ticket" and e["kind"] == TRAIN and e["state"] in FINAL_STATES]
@@ -98,18 +103,19 @@ def exactly_once(run: RunFiles) -> str:
     twice = [ordinal for ordinal, count in Counter(ordinals).items() if count > 1]
     if twice:
         raise Broken(f"tickets {sorted(twice)[:5]} were finished more than once")
-    missing = sorted(set(range(max(ordinals, default=-1) + 1)) - set(ordinals))
+    per_step = Counter(sorted(event["step"] for event in run.finished))
+    first = run.began * max(per_step.values(), default=0)
+    missing = sorted(set(range(first, max(ordinals, default=-1) + 1)) - set(ordinals))
     if missing:
         raise Broken(f"tickets {missing[:5]} were never finished")
-    per_step = Counter(event["step"] for event in run.finished)
-    if sorted(per_step) != list(range(run.steps)) or len(set(per_step.values())) > 1:
-        raise Broken(f"{run.steps} steps should have equally many tickets, have {dict(sorted(per_step.items()))}")
+    if sorted(per_step) != list(range(run.began, run.steps)) or len(set(per_step.values())) > 1:
+        raise Broken(f"{run.steps - run.began} steps should have equally many tickets, have {dict(per_step)}")
     if per_step:
-        _one_step_after_the_other(run, per_step[0])
-    if [line["step"] for line in run.metrics] != list(range(run.steps)):
-        raise Broken(f"metrics.jsonl has not one line for each of {run.steps} steps")
+        _one_step_after_the_other(run, per_step[run.began])
+    if [line["step"] for line in run.metrics] != list(range(run.began, run.steps)):
+        raise Broken(f"metrics.jsonl has not one line for each of {len(per_step)} steps")
     skipped = sum(event["state"] == "SKIPPED" for event in run.finished)
-    return f"{len(ordinals)} tickets in {run.steps} steps" + (f", {skipped} of them skipped" if skipped else "")
+    return f"{len(ordinals)} tickets in {len(per_step)} steps" + (f", {skipped} of them skipped" if skipped else "")
 
 
 def _one_step_after_the_other(run: RunFiles, per_step: int) -> None:
@@ -122,7 +128,7 @@ def _one_step_after_the_other(run: RunFiles, per_step: int) -> None:
         ordinal, step, state = event["ordinal"], event["step"], event["state"]
         if ordinal // per_step != step:
             raise Broken(f"ticket {ordinal} belongs to step {ordinal // per_step}, and stands in step {step}")
-        if state == "HANDED" and step and ended[step - 1] != per_step:
+        if state == "HANDED" and step > run.began and ended[step - 1] != per_step:
             raise Broken(f"ticket {ordinal} of step {step} was handed over before step {step - 1} had ended")
         if state in FINAL_STATES:
             if last.get(ordinal) != "HANDED":
@@ -137,7 +143,7 @@ def version_chain(run: RunFiles) -> str:
         if len(digests) > 1:
             raise Broken(f"version {version} of {stream} was sent with {len(digests)} different digests")
     versions = {version for stream, version in run.sent if stream == "policy"}
-    lacking = sorted(set(range(run.steps + 1)) - versions)
+    lacking = sorted(set(range(max(0, run.began - run.max_staleness), run.steps + 1)) - versions)
     if lacking:
         raise Broken(f"versions {lacking[:5]} were never sent")
     acknowledged = 0

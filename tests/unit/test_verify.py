@@ -78,6 +78,9 @@ def test_a_resumed_run_passes_and_its_undone_steps_do_not_count(tmp_path: Path, 
     assert {name for name, (ok, _) in rows(root).items() if ok} == set(rows(root)), rows(root)
     forgotten = [e for e in history if e["event"] != "rollback"]
     assert not rows(write_run(tmp_path, finished, forgotten))["exactly once"][0]
+    write_run(tmp_path, finished, [history[killed], INPUTS, *again])  # of another run, whose first steps are not here
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in finished.lines[2:]))
+    assert {name for name, (ok, _) in rows(tmp_path).items() if ok} == set(rows(tmp_path)), rows(tmp_path)
 
 
 def change(state: str, **fields: Any) -> Callable[[list[Record]], list[Record]]:
