@@ -27,8 +27,9 @@ FOLLOW = ("flow_grpo", "diffusion_nft")
 
 The others differ from the first in their loss, in the steps that they train, or in their transitions, and the unit
 tests test_algorithm_learning.py train them; further files, which are named like one of these, are other settings of it.
+direct_align takes the gradient of its reward, and has a test of its own below.
 """
-OTHERS = [name for name in ALGORITHMS if not name.startswith(FOLLOW)]
+OTHERS = [name for name in ALGORITHMS if not name.startswith((*FOLLOW, "direct_align"))]
 
 
 def follow(folder: Path, algorithm: str, *overrides: str) -> Run:
