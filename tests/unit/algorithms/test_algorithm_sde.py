@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
@@ -71,50 +69,6 @@ def test_steps_equal_an_independent_implementation(
             assert field[row] == got[row]
 
 
-def test_cps_log_prob_converts_to_the_density() -> None:
-    torch.manual_seed(0)
-    x, v, noise = torch.randn(3, 3, 16, 4)
-    sigma, sigma_next = steps_of(SD3, [0, 3, 5])
-    step = sde.transition(x, v, sigma, sigma_next, sigma_after_first=SD3[1], sde_type="cps", noise_level=0.8)
-    after = sde.sample(step, noise)
-    converted = sde.cps_to_gaussian(sde.log_prob(after, step, "cps"), step.std.flatten())
-    assert torch.allclose(converted, sde.gaussian_log_prob(after, step), atol=1e-12)
-
-
-@pytest.mark.extended
-@settings(max_examples=60, deadline=None)
-@given(
-    sde_type=st.sampled_from(sorted(LEVELS)),
-    layout=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
-    indices=st.lists(st.integers(0, 8), min_size=1, max_size=5),
-    level=st.floats(0.05, 1.0),
-    seed=st.integers(0, 1000),
-)
-def test_rows_do_not_mix(sde_type: str, layout: tuple[int, ...], indices: list[int], level: float, seed: int) -> None:
-    """Any layout and any mixture of steps: a batch is its rows, one by one, and permuting rows permutes results."""
-    torch.manual_seed(seed)
-    x, v, noise = torch.randn(3, len(indices), *layout)
-    sigma, sigma_next = steps_of(QWEN, indices)
-
-    def run(rows: list[int]) -> tuple[Tensor, Tensor]:
-        step = sde.transition(
-            x[rows], v[rows], sigma[rows], sigma_next[rows],
-            sigma_after_first=QWEN[1], sde_type=sde_type, noise_level=level,
-        )  # fmt: skip
-        after = sde.sample(step, noise[rows])
-        return after, sde.log_prob(after, step, sde_type)
-
-    order = list(reversed(range(len(indices))))
-    after, value = run(list(range(len(indices))))
-    flipped_after, flipped_value = run(order)
-    assert value.shape == (len(indices),) and value.dtype == torch.float64
-    assert torch.equal(after[order], flipped_after) and torch.equal(value[order], flipped_value)
-    for row in range(len(indices)):
-        single_after, single_value = run([row])
-        assert torch.equal(single_after[0], after[row])
-        assert float(single_value[0]) == pytest.approx(float(value[row]), rel=1e-12, abs=1e-12)
-
-
 @pytest.mark.parametrize("sde_type", LEVELS)
 @pytest.mark.parametrize("index", [0, 1, 5, 8])
 def test_without_noise_every_step_is_euler(sde_type: str, index: int) -> None:
@@ -159,11 +113,6 @@ def test_many_small_diffusion_steps_keep_the_marginals(sde_type: str) -> None:
         )  # fmt: skip
         x = sde.sample(step, torch.randn(1, count))
     assert float(x.std()) == pytest.approx(math.sqrt(0.64 * spread**2 + 0.04), rel=0.02)
-
-
-@pytest.mark.parametrize("schedule", [SD3, QWEN, (1.0, 0.0)])
-def test_published_schedules_are_valid(schedule: tuple[float, ...]) -> None:
-    sde.validate_schedule(torch.tensor(schedule))
 
 
 def test_relative_weights_are_those_of_the_papers() -> None:
