@@ -44,13 +44,6 @@ def publish(t: TicketTable, version: int, *workers: str) -> None:
         t.acknowledge(worker, version, digest(version))
 
 
-def finish_step(t: TicketTable, step: int) -> None:
-    for group in range(t.shape.groups_per_step):
-        t.scored(t.group(step, group), scores=(1.0,))
-        t.hand_over(step, group)
-    t.close_step(step)
-
-
 def test_nothing_runs_before_the_worker_has_acknowledged_the_version() -> None:
     t = table()
     t.join("w")
@@ -72,15 +65,6 @@ def test_version_zero_opens_exactly_k_plus_one_steps(k: int) -> None:
     assert t.blocked() == "work"
 
 
-def test_one_slow_acknowledgement_stalls_one_worker_only() -> None:
-    t = table(k=0)
-    for worker in ("fast", "slow"):
-        t.join(worker)
-    publish(t, 0, "fast")
-    assert t.next_for("fast") is not None
-    assert t.next_for("slow") is None
-
-
 def test_a_worker_is_given_a_second_ticket_only_while_there_are_plenty() -> None:
     """Four workers and eight tickets: the first one taken leaves too few for a second in the same hands."""
     t = table(k=1, groups=4)
@@ -92,17 +76,6 @@ def test_a_worker_is_given_a_second_ticket_only_while_there_are_plenty() -> None
     assert t.next_for("a", ahead=True) is None
     t.lost_worker("d")
     assert t.next_for("a", ahead=True) is t.next_for("a") is not None, "three workers share the seven that are left"
-
-
-def test_tickets_name_exactly_one_version_and_older_ones_stay_usable() -> None:
-    t = opened(k=1, steps=5)
-    for _ in range(2):
-        run_ticket(t, "w")
-    finish_step(t, 0)
-    publish(t, 1, "w")
-    ticket = t.next_for("w")
-    assert ticket is not None
-    assert (ticket.step, ticket.version) == (1, 0)
 
 
 def test_a_dead_workers_ticket_runs_again_and_a_late_result_counts_once() -> None:
@@ -120,16 +93,6 @@ def test_a_dead_workers_ticket_runs_again_and_a_late_result_counts_once() -> Non
     assert t.generated(ticket, version=0, digest=digest(0), payload="first")
     assert not t.generated(ticket, version=0, digest=digest(0), payload="second")
     assert (ticket.payload, t.duplicates, t.retried) == ("first", 1, 1)
-
-
-def test_a_payload_lost_after_ready_goes_back_to_pending() -> None:
-    t = opened()
-    ticket = run_ticket(t, "w")
-    t.scored([ticket], (1.0,))
-    assert ticket.state is State.READY
-    t.retry(ticket)
-    assert ticket.state is State.PENDING
-    assert t.next_for("w") is ticket
 
 
 def test_groups_without_scores_are_skipped_and_counted() -> None:

@@ -247,13 +247,12 @@ def test_an_evaluation_keeps_its_share_of_a_process_that_always_has_other_ticket
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in AHEAD])
 def test_a_reward_is_stuck_and_comes_back(mode: str) -> None:
     """It is asked again; what can be sampled and trained meanwhile is."""
     found = shared(mode, 1, stuck(5, 6), deadlines__score=5.0, reward__retries=3)
     check(found, mode)
-    assert len(found.observer.of("injected")) == 2
-    assert found.groups["reward"].replaced == 2
+    assert len(found.observer.of("injected")) == found.groups["reward"].replaced == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -263,17 +262,18 @@ def test_a_reward_that_is_stuck_for_good_ends_the_run_by_name(mode: str) -> None
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("payload", [0, 1], ids=["images", "trajectory"])
 @pytest.mark.parametrize("mode", AHEAD)
-def test_a_payload_of_a_step_is_lost_while_the_next_is_made(mode: str, payload: int) -> None:
+def test_images_of_a_step_are_lost_while_the_next_is_made(mode: str) -> None:
     """The ticket is made again by the only worker, before those of the next step that it was given ahead."""
-    found = shared(mode, 1, disturb=losing(2, payload))
+    found = shared(mode, 1, disturb=losing(2, 0))
     check(found, mode)
     assert found.table.retried == 1
 
 
 @pytest.mark.parametrize("mode", AHEAD)
 def test_all_of_it_at_once(mode: str) -> None:
+    """An evaluation at every step, a trajectory that is lost, and a reward that is stuck and comes back."""
     found = shared(mode, 1, stuck(12, 13), disturb=losing(2, 1), deadlines__score=5.0, reward__retries=3, **EVALUATED)
     check(found, mode, **EVALUATED)
     assert len(found.evaluated) == 7 and found.table.retried == 1
+    assert len(found.observer.of("injected")) == found.groups["reward"].replaced == 2
