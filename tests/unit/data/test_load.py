@@ -52,16 +52,6 @@ def test_hugging_face_datasets_on_disk() -> None:
     assert texts(load(HF_DATASET / "train", evaluation=str(HF_DATASET / "test")).evaluation) == texts(data.evaluation)
 
 
-def test_parquet_in_parts_as_the_hub_has_it(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for part in range(2):
-        table = pyarrow.Table.from_pylist([{"prompt": f"{part} {i}", "picture": b"bytes"} for i in range(2)])
-        pyarrow.parquet.write_table(table, tmp_path / "data" / f"train-0000{part}-of-00002.parquet")
-    train = load(tmp_path).train
-    assert texts(train) == ["0 0", "0 1", "1 0", "1 1"]
-    assert train[3].metadata == {} and train.rows.left_out == ("picture",)
-
-
 def test_what_verl_omni_writes(tmp_path: Path) -> None:
     row = {
         "data_source": "flow_grpo/ocr",

@@ -125,28 +125,6 @@ def test_a_loss_through_the_reward_counts_the_reward_and_the_vae() -> None:
     assert parts["activations"] > 2 * plain.parts["activations"]
 
 
-def test_storages_count_from_their_making_until_nothing_refers_to_them() -> None:
-    with Allocations() as counted:
-        one = torch.empty(1000, device="meta")
-        view = one.view(10, 100)[2:]
-        assert counted.live == 4000
-        two = one + 1
-        two.mul_(2)
-        assert counted.live == 8000
-        del one, two
-        assert counted.live == 4000
-        del view
-    assert (counted.live, counted.peak) == (0, 8000)
-
-
-def test_attention_is_counted_as_a_fused_kernel() -> None:
-    query = torch.empty(1, 2, 512, 16, device="meta", requires_grad=True)
-    with fused_attention(), Allocations() as counted:
-        out = nn.functional.scaled_dot_product_attention(query, query, query)
-    assert out.shape == query.shape
-    assert counted.peak == 4 * (query.numel() + 2 * 512)
-
-
 @pytest.mark.extended
 def test_a_tickets_bytes_are_those_of_its_arrays(shared_models: SharedModels) -> None:
     from async_flowrl.rollout.diffusers_engine import DiffusersEngine

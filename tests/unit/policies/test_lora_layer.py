@@ -12,6 +12,7 @@ from async_flowrl.policies.lora import (
     compute_copies,
     compute_dtypes,
     keep_compute_copies,
+    lora_layers,
     lora_modules,
     lora_parameters,
 )
@@ -45,6 +46,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 def referee(layer: Any, x: Tensor, g: Tensor) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
     """Output and gradients by hand, in NumPy's float64 and with explicit sums: no matrix product of torch's."""
     a, b, scaling = compute_copies(layer)
+    assert scaling == SCALING
     a, b, w, bias = (t.detach().double().numpy() for t in (a, b, layer.base_layer.weight, layer.base_layer.bias))
     rows, out = (t.detach().double().flatten(0, -2).numpy() for t in (x, g))
     hidden = np.einsum("ni,ri->nr", rows, a)
@@ -83,7 +85,9 @@ def test_a_rollout_with_compute_copies_gives_the_bits_of_a_trainer_with_float32_
 
 def test_every_adapted_layer_of_a_network_computes_so() -> None:
     policy = adapted_policy(dtype="bfloat16")
-    assert {type(layer) for layer in lora_modules(policy.transformer).values()} == {lora_linear()}
+    modules = lora_modules(policy.transformer)
+    assert list(modules) == sorted(modules) == list(lora_layers(modules))
+    assert {type(layer) for layer in modules.values()} == {lora_linear()}
     dtypes = compute_dtypes(policy.transformer)
     assert dtypes.keys() == lora_parameters(policy.transformer).keys()
     assert set(dtypes.values()) == {torch.bfloat16}

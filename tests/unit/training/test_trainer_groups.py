@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from async_flowrl.algorithms import sde
 from async_flowrl.config.schema import TrainerConfig
 from async_flowrl.tickets.arithmetic import check_batching
 from async_flowrl.training.flat import FlatParameters
@@ -79,7 +78,6 @@ def test_final_images_are_trained_at_every_row() -> None:
     assert stats.metrics["loss"] > 0 and stats.metrics["old_deviation"] == 0.0
     again = rig.update(worker, 1, [(replace(group[0], version=0, age=1), group[1])])
     assert again.metrics["old_deviation"] > 0
-    assert sde.latent_elements(torch.tensor(group[1][0].latents[:, 0])) > 1
 
 
 def test_a_pair_trains_on_its_best_and_worst_image() -> None:
@@ -279,15 +277,3 @@ def test_an_eps_that_rules_the_step_is_said_once(caplog: pytest.LogCaptureFixtur
         assert not caplog.records
         moved(1.0, 1e-8)
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "trainer.eps=1e-08" in caplog.text
-
-
-def test_the_norm_is_clipped() -> None:
-    vector = flat(parameters())
-    optimizer = Optimizer(TrainerConfig(learning_rate=3e-4, max_grad_norm=0.5, weight_decay=0.0), vector)
-    vector.gradients.copy_(vector.snapshot())
-    norms = optimizer.gradient_norms()
-    norm = norms[""]
-    before = vector.gradients.clone()
-    assert norm > 0.5
-    optimizer.step(0.0, norms)
-    assert torch.allclose(vector.gradients, before * 0.5 / norm)

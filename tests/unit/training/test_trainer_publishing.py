@@ -1,6 +1,5 @@
 """Tests of published versions: the trained weights, bound to the same modules."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,28 +88,6 @@ def test_the_proof_proves_the_binding_and_trains_nothing() -> None:
     assert rig.equal(site.tensors(), rig.weights(worker))
     with pytest.raises(WeightsMismatch, match="binding can't be proven"):
         check_binding(probe_of(lora_modules(worker.policy.transformer)), site.probe())
-
-
-@pytest.mark.extended
-def test_training_on_what_was_delivered_closes_the_loop() -> None:
-    """Two versions out, samples back, one step late: the sampler really used what the trainer published."""
-    config = rig.tiny_config()
-    site, worker = Site(config), rig.trainer(config)
-    worker.sender.proof()
-    site.receive(worker, PROOF_VERSION)
-    worker.sender.stage(0)
-    site.receive(worker, 0)
-    batches = [[site.sampler.group(0, group) for group in (0, 1)]]
-    for step in range(3):
-        late = [(replace(m, version=max(0, step - 1), age=min(step, 1)), t) for m, t in batches[step]]
-        stats = rig.update(worker, step, late)
-        assert stats.metrics["behaviour_gap"] < 1e-6
-        worker.sender.stage(step + 1)
-        # Sampled before version step + 1 arrives: with the version before it.
-        batches.append([site.sampler.group(step + 1, group) for group in (0, 1)])
-        site.receive(worker, step + 1)
-    assert rig.equal(site.tensors(), rig.weights(worker))
-    assert stats.metrics["log_prob_gap"] > 1e-5, "one version late is really another policy"
 
 
 def test_the_average_has_its_own_stream(site: Site) -> None:
