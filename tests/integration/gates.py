@@ -51,38 +51,6 @@ def first_ticket_last() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def last_ticket_after_hand_over(groups: int) -> Iterator[None]:
-    """In every step of `groups` groups, the last ticket is made when the others are with the trainer.
-
-    Workers are threads of this process.
-    """
-    from async_flowrl.rollout.rollout_worker import RolloutWorker
-    from async_flowrl.tickets.table import TRAIN, TicketTable
-
-    hand_over, generate = TicketTable.hand_over, RolloutWorker.generate
-    handed: set[tuple[int, int]] = set()
-    changed = threading.Condition()
-
-    def noted(table: TicketTable, step: int, group: int) -> Any:
-        tickets = hand_over(table, step, group)
-        with changed:
-            handed.add((step, group))
-            changed.notify_all()
-        return tickets
-
-    def waiting(worker: RolloutWorker, requests: Any) -> Any:
-        (request,) = requests
-        others = {(request.step, group) for group in range(groups - 1)}
-        if request.kind == TRAIN and request.group == groups - 1:
-            with changed:
-                assert changed.wait_for(lambda: others <= handed, LIMIT), f"not handed over: {sorted(others - handed)}"
-        return generate(worker, requests)
-
-    with mock.patch.object(TicketTable, "hand_over", noted), mock.patch.object(RolloutWorker, "generate", waiting):
-        yield
-
-
 class Happened:
     """What has happened in which step, for threads that wait for it."""
 

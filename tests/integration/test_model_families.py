@@ -5,24 +5,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from async_flowrl.algorithms import sde
 from async_flowrl.cli import export
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.lora_file import FILE_NAME, read
-from async_flowrl.policies.registry import folder_of, load_policy, resolve_model, shapes_of
+from async_flowrl.policies.registry import folder_of, resolve_model, shapes_of
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.trained_file import apply
 from tests.integration.forked_ranks import train_with_forked_ranks
 from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
-from tests.support.families import NAMES, TEXT, pipeline_of, policy_of, tiny_model
-from tests.support.tiny import sampling
+from tests.support.families import NAMES, pipeline_of, policy_of, tiny_model
 from tests.support.video import CHANNELS, FRAMES, build_video
 
 
@@ -146,30 +143,6 @@ def test_videos_with_a_family_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     trained = read(run.root / "lora" / FILE_NAME)
     assert {name.split(".lora")[0] for name in trained.tensors} == {"transformer_blocks.0", "transformer_blocks.1"}
     assert max(float(t.abs().max()) for name, t in trained.tensors.items() if "lora_B" in name) > 0
-
-
-def test_log_probs_of_videos_are_means_over_every_element(tmp_path: Path) -> None:
-    """The same numbers whether a latent is seen as a video or as one long row."""
-    config = ModelConfig(path=str(build_video(tmp_path)), family="tests.support.video:VideoFamily")
-    policy = load_policy(resolve_model(config), dtype="float32", device="cpu", parts="all")
-    assert policy.latent_shape(32) == (CHANNELS, FRAMES, 4, 8)
-    rng = torch.Generator().manual_seed(0)
-    x, noise = (torch.randn(2, *policy.latent_shape(32), generator=rng) for _ in range(2))
-    sigmas = policy.sigmas(4, 32)
-    sigma, after = (s.expand(2) for s in (sigmas[1], sigmas[2]))
-    positive = {name: torch.from_numpy(np.asarray(v)) for name, v in policy.encode([TEXT])[0].items()}
-    velocity = policy.velocity(x, sigma, positive, None, sampling()).detach()
-    for kind in ("sde", "dance_sde", "cps"):
-        found = []
-        for shape in ((2, *policy.latent_shape(32)), (2, -1)):
-            flat = [t.reshape(shape) for t in (x, velocity, noise)]
-            transition = sde.transition(
-                flat[0], flat[1], sigma, after, sigma_after_first=sigmas[1], sde_type=kind, noise_level=0.7
-            )
-            following = sde.sample(transition, flat[2])
-            found.append((following.reshape(2, -1), sde.log_prob(following, transition, kind)))
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
 
 
 def settings(family: str) -> list[str]:
