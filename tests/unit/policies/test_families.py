@@ -14,7 +14,6 @@ from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters, reference_mode
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import family_of
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.training.fsdp import checkpoint_blocks
 from async_flowrl.types import Sampling
 from tests.support.families import (
@@ -33,8 +32,8 @@ from tests.support.families import (
     pipeline_of,
     policy_of,
 )
-from tests.support.tiny import randomise, request, save_lora
-from tests.unit.rollout.trajectories import replay
+from tests.support.tiny import randomise, save_lora
+from tests.unit.rollout.trajectories import replay, replayed, trajectory_of
 
 OWN_TIMES = ("qwen_image", "sd3", "sana", "z_image")
 """Families with an expression of their own for the network's time."""
@@ -93,15 +92,10 @@ def test_the_trainer_replays_a_trajectory(policy: PipelinePolicy, family: str) -
     Other kinds of noise, and no guidance: tests/unit/rollout/test_diffusers_engine.py.
     """
     sampling = replace(how(family, cfg=4.0, sde_type="cps", noise_level=0.7), resolution=(32, 64))
-    made = DiffusersEngine(policy).generate([request(N, how=sampling)])[0]
-    found = made.trajectory
-    assert found is not None and made.images.shape == (N, 32, 64, 3)
     _, negative = conditioning(policy)
-    exact = replay(policy, found, sampling, negative, rows=N)
-    assert torch.equal(exact, torch.zeros_like(exact))
-    alone = replay(policy, found, sampling, negative, rows=1)
-    assert alone.abs().max() < 1e-6
-    wrong = replay(policy, found, replace(sampling, true_cfg_scale=3.0), negative, rows=N)
+    made = replayed(policy, sampling, negative=negative)
+    assert made.images.shape == (3, 32, 64, 3)
+    wrong = replay(policy, trajectory_of(made), replace(sampling, true_cfg_scale=3.0), negative)
     assert wrong.abs().max() > 1e-4
 
 

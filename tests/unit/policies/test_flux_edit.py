@@ -26,7 +26,7 @@ from async_flowrl.config.schema import LoraConfig, ModelConfig
 from async_flowrl.data.condition_images import examined
 from async_flowrl.policies import checked
 from async_flowrl.policies.flux2_klein import Flux2KleinPolicy
-from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
+from async_flowrl.policies.lora import lora_modules, lora_parameters
 from async_flowrl.policies.registry import (
     PromptCheck,
     check_images_of,
@@ -35,13 +35,12 @@ from async_flowrl.policies.registry import (
     resolve_model,
     shapes_of,
 )
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.run.precheck import precheck
 from async_flowrl.run.prepare import prepare
 from async_flowrl.types import Prompt
-from tests.support.families import denoised, how, last_latents, model_config, pipeline_of, policy_of, to_edit
-from tests.support.tiny import randomise, request, save_lora, tensors
-from tests.unit.rollout.trajectories import replay
+from tests.support.families import adapted, denoised, how, last_latents, model_config, pipeline_of, policy_of, to_edit
+from tests.support.tiny import save_lora, tensors
+from tests.unit.rollout.trajectories import check_batch, replayed, trajectory_of
 
 TEXT, NEGATIVE, STEPS = "make the house blue", "grey", 3
 MORE = [
@@ -77,12 +76,10 @@ def prompt_of(*images: Any) -> Prompt:
     return Prompt(0, TEXT, negative=NEGATIVE, images=images)
 
 
-def encoded(policy: Any, prompt: Prompt) -> list[dict[str, Tensor]]:
+def encoded(policy: Any, prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The arrays of the prompt and of its negative prompt."""
-    return [
-        tensors(policy.encode([words], negative=negative)[0])
-        for words, negative in ((prompt.wording, False), (prompt.negative_wording(""), True))
-    ]
+    negative = policy.encode([prompt.negative_wording("")], negative=True)
+    return tensors(policy.encode([prompt.wording])[0]), tensors(negative[0])
 
 
 @pytest.fixture(scope="module", params=["flux_kontext", "flux2_klein"])
@@ -140,27 +137,13 @@ def test_edits_are_the_stock_pipelines(
 @pytest.mark.extended
 def test_the_trainer_replays_an_edit(family: str, policy: Any, images: list[Any]) -> None:
     sampling = replace(how(family, cfg=4.0, sde_type="cps", noise_level=0.7), resolution=(32, 64))
-    wanted = request(3, how=sampling, prompt=prompt_of(images[1]), noise_steps=(0, 1))
-    found = DiffusersEngine(policy).generate([wanted])[0].trajectory
-    assert found is not None and found.negative is not None and "image_0" in found.conditioning
-    negative = tensors(found.negative)
-    exact = replay(policy, found, sampling, negative, rows=3)
-    assert torch.equal(exact, torch.zeros_like(exact))
-    assert replay(policy, found, sampling, negative, rows=1).abs().max() < 1e-6
+    found = trajectory_of(replayed(policy, sampling, prompt=prompt_of(images[1]), noisy=2))
+    assert found.negative is not None and "image_0" in found.conditioning
 
 
 @pytest.mark.extended
 def test_prompts_with_images_of_different_sizes_share_a_batch(family: str, policy: Any, images: list[Any]) -> None:
-    sampling, pairs = how(family, cfg=3.0), [encoded(policy, prompt_of(image)) for image in images]
-    x = torch.randn(4, *policy.latent_shape(32), generator=torch.Generator().manual_seed(1))
-    sigma = torch.tensor([0.9, 0.9, 0.2, 0.2])
-    with torch.no_grad():
-        together = policy.velocity_of(x, sigma, [p for p, _ in pairs], [n for _, n in pairs], sampling)
-        alone = [
-            policy.velocity(rows, level, *pair, sampling)
-            for rows, level, pair in zip(x.chunk(2), sigma.chunk(2), pairs, strict=True)
-        ]
-    assert (together - torch.cat(alone)).abs().max() < 1e-5
+    check_batch(policy, [encoded(policy, prompt_of(image)) for image in images])
 
 
 @pytest.mark.extended
@@ -168,9 +151,7 @@ def test_the_exported_adapter_edits_alike_in_the_stock_pipeline(
     family: str, stock: Any, images: list[Any], tmp_path: Path
 ) -> None:
     """Every layer of it has a gradient."""
-    policy: Any = policy_of(family)
-    add_lora(policy.transformer, LoraConfig(rank=2, alpha=5.0), policy, seed=0)
-    randomise(lora_parameters(policy.transformer))
+    policy: Any = adapted(family, lora=LoraConfig(rank=2, alpha=5.0))
     start = torch.randn(1, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
     sampling, prompt = how(family, steps=STEPS), prompt_of(images[1])
     branches = encoded(policy, prompt)

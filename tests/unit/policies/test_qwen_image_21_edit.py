@@ -15,11 +15,10 @@ from async_flowrl.image_file import opened
 from async_flowrl.policies import pipeline, qwen_image_21
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.registry import PromptCheck, load_policy, resolve_model, shapes_of
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Prompt
 from tests.support.families import NAMES, denoised, how, model_config, on_white, pipeline_of, policy_of, to_edit
-from tests.support.tiny import randomise, request, tensors
-from tests.unit.rollout.trajectories import replay
+from tests.support.tiny import randomise, tensors
+from tests.unit.rollout.trajectories import check_batch, replayed, trajectory_of
 
 FAMILY, TEXT, NEGATIVE, STEPS = "qwen_image_21", "make the house blue", "grey", 3
 pytestmark = pytest.mark.skipif(FAMILY not in NAMES, reason="diffusers is older than the family")
@@ -87,22 +86,13 @@ def test_edits_are_the_stock_pipelines(
 
 def test_the_trainer_replays_an_edit(policy: Any, prompts: Any) -> None:
     sampling = replace(how(FAMILY, cfg=4.0, sde_type="cps", noise_level=0.7), resolution=(32, 64))
-    wanted = request(3, how=sampling, prompt=prompts[2], noise_steps=(0, 1))
-    found = DiffusersEngine(policy).generate([wanted])[0].trajectory
-    assert found is not None and found.negative is not None
+    found = trajectory_of(replayed(policy, sampling, prompt=prompts[2], noisy=2))
+    assert found.negative is not None
     assert found.conditioning.keys() == {"prompt_embeds", "before_0", "image_0", "before_1", "image_1"}
-    exact = replay(policy, found, sampling, tensors(found.negative), rows=3)
-    assert torch.equal(exact, torch.zeros_like(exact))
 
 
 def test_prompts_with_none_one_and_two_images_share_a_batch(policy: Any, encoded: Any) -> None:
-    sampling = how(FAMILY, cfg=3.0)
-    x = torch.randn(3, *policy.latent_shape(32), generator=torch.Generator().manual_seed(1))
-    sigma, pairs = torch.tensor([0.9, 0.5, 0.2]), [encoded[count] for count in (0, 1, 2)]
-    with torch.no_grad():
-        together = policy.velocity_of(x, sigma, [p for p, _ in pairs], [n for _, n in pairs], sampling)
-        alone = [policy.velocity(x[i : i + 1], sigma[i : i + 1], *pairs[i], sampling) for i in range(3)]
-    assert (together - torch.cat(alone)).abs().max() < 1e-5
+    check_batch(policy, [tuple(encoded[count]) for count in (0, 1, 2)])
 
 
 def test_every_adapted_layer_has_a_gradient(encoded: Any) -> None:

@@ -1,7 +1,7 @@
 """Tests of Qwen-Image-Edit against diffusers' own pipeline, on the tiny model, and of what a trainer replays."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from transformers import AutoTokenizer
 
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.image_file import opened
-from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
+from async_flowrl.policies.lora import lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import PromptCheck, load_family, load_policy, resolve_model, shapes_of
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.types import Prompt, TextWithImages
-from tests.support.families import denoised, how, model_config, pipeline_of, policy_of, to_edit
-from tests.support.tiny import randomise, request, tensors
-from tests.unit.rollout.trajectories import replay
+from tests.support.families import adapted, denoised, how, model_config, pipeline_of, policy_of, to_edit
+from tests.support.tiny import tensors
+from tests.unit.rollout.trajectories import check_batch, replayed, trajectory_of
 
 FAMILY, TEXT, NEGATIVE, STEPS = "qwen_image_edit", "make the house blue", "grey", 3
 
@@ -157,42 +156,23 @@ def test_the_trainer_replays_an_edit(
     """What it needs is in the ticket, the negative prompt too, which was encoded with the image."""
     with_zero_time(monkeypatch, policy.transformer, zero)
     sampling = replace(how(FAMILY, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=(32, 64))
-    wanted = request(3, how=sampling, prompt=prompts[1], noise_steps=(0, 1))
-    found = DiffusersEngine(policy).generate([wanted])[0].trajectory
-    assert found is not None and (found.negative is None) == (cfg == 1)
+    found = trajectory_of(replayed(policy, sampling, prompt=prompts[1], noisy=2))
+    assert (found.negative is None) == (cfg == 1)
     assert found.conditioning.keys() == {"prompt_embeds", "image_0"}
-    negative = None if found.negative is None else tensors(found.negative)
-    exact = replay(policy, found, sampling, negative, rows=3)
-    assert torch.equal(exact, torch.zeros_like(exact))
-    assert replay(policy, found, sampling, negative, rows=1).abs().max() < 1e-6
     assert found.nbytes > sum(array.nbytes for array in found.conditioning.values()) * (1 if cfg == 1 else 2)
 
 
 def test_prompts_with_different_images_share_a_batch(policy: PipelinePolicy, encoded: Any) -> None:
-    sampling = how(FAMILY, cfg=3.0)
-    x = torch.randn(4, *policy.latent_shape(32), generator=torch.Generator().manual_seed(1))
-    sigma = torch.tensor([0.9, 0.9, 0.2, 0.2])
-    pairs = [encoded(count) for count in (1, 2)]
-    with torch.no_grad():
-        together = policy.velocity_of(x, sigma, [p for p, _ in pairs], [n for _, n in pairs], sampling)
-        alone = [
-            policy.velocity(rows, level, *pair, sampling)
-            for rows, level, pair in zip(x.chunk(2), sigma.chunk(2), pairs, strict=True)
-        ]
-    assert (together - torch.cat(alone)).abs().max() < 1e-5
+    check_batch(policy, [encoded(count) for count in (1, 2)])
 
 
 def test_every_adapted_layer_has_a_gradient(encoded: Any) -> None:
-    policy = policy_of(FAMILY)
-    add_lora(policy.transformer, LoraConfig(2, 16.0), policy, seed=0)
-    randomise(lora_parameters(policy.transformer))
+    policy = adapted(FAMILY, lora=LoraConfig(2, 16.0))
     x = torch.randn(1, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
     policy.velocity(x, torch.tensor([0.5]), encoded(1)[0], None, how(FAMILY)).square().sum().backward()
     assert len(lora_modules(policy.transformer)) == 12 * 2 - 4
-    dead: Sequence[str] = [
-        name for name, p in lora_parameters(policy.transformer).items() if p.grad is None or not p.grad.any()
-    ]
-    assert dead == []
+    layers = lora_parameters(policy.transformer)
+    assert [name for name, p in layers.items() if p.grad is None or not p.grad.any()] == []
 
 
 @pytest.mark.extended

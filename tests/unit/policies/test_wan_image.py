@@ -16,14 +16,13 @@ from async_flowrl.policies.lora import add_lora, lora_modules, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
 from async_flowrl.policies.registry import load_family, load_pipeline, load_policy, resolve_model, shapes_of
 from async_flowrl.policies.tiny import spread_norms
-from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.text_encoder import encode_one
 from async_flowrl.tickets.request import asked_of
 from async_flowrl.types import Prompt, Sampling
 from tests.support.families import denoised, how, to_edit
-from tests.support.tiny import randomise, request, tensors
+from tests.support.tiny import randomise, tensors
 from tests.unit.policies.test_wan import ti2v_5b
-from tests.unit.rollout.trajectories import replay
+from tests.unit.rollout.trajectories import replayed, trajectory_of
 
 HERE, STEPS, TEXT, NEGATIVE = "tests.unit.policies.test_wan_image", 4, "a red house", "grey"
 KINDS = {"wan21": "wan_image", "wan22": f"{HERE}:experts", "5b": f"{HERE}:first_frame"}
@@ -109,11 +108,8 @@ def test_the_trainer_replays_a_video(loaded: Any, prompt: Prompt) -> None:
     kind, policy, _ = loaded
     size = SIZES[kind][0]
     sampling = replace(how("wan", cfg=4.0, sde_type="cps", noise_level=0.7), resolution=size, num_inference_steps=6)
-    made = DiffusersEngine(policy).generate([request(3, how=sampling, prompt=prompt)])[0].trajectory
-    assert made is not None and made.negative is not None
-    negative = tensors(made.negative)
-    exact = replay(policy, made, sampling, negative, rows=3)
-    assert torch.equal(exact, torch.zeros_like(exact))
+    made = trajectory_of(replayed(policy, sampling, prompt=prompt))
+    assert made.negative is not None
     planned = shapes_of(resolve_model(config_of(kind)), size, images=1).conditioning
     found = {name: array.shape for name, array in made.conditioning.items()}
     assert found | {"image_embeds": None} == {**planned, "image_embeds": None}
