@@ -178,18 +178,6 @@ def test_tensorboard(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_a_longer_run_goes_on_where_a_shorter_one_ended(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", "fully_async", "total_steps=4")
-    train(tmp_path / "parts", "fully_async", "total_steps=2")
-    parts = train(tmp_path / "parts", "fully_async", "total_steps=4", "resume=auto", "rollout.num_workers=2")
-    assert parts.digest == whole.digest
-    assert parts.column("step") == list(range(4))
-    assert parts.column("reward/mean") == whole.column("reward/mean")
-    assert parts.column("staleness/max") == whole.column("staleness/max") == [0, 1, 2, 2]
-    assert [e["step"] for e in parts.events if e["event"] == "rollback"] == [2]
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize(("tune", "steps"), [("lora", [0, 1, 2]), pytest.param("full", [0, 2], marks=pytest.mark.slow)])
 def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: str, steps: list[int]
@@ -238,8 +226,11 @@ def test_a_killed_driver_is_replaced_by_resume_and_only_one_may_run(
     steps = checkpoint_step(newest) + 3
     resumed = train(tmp_path / "run", "one_step_off", f"total_steps={steps}", "resume=auto", "rollout.num_workers=2")
     assert [e["step"] for e in resumed.events if e["event"] == "rollback"] == [steps - 3]
-    assert resumed.digest == train(tmp_path / "whole", "one_step_off", f"total_steps={steps}").digest
+    whole = train(tmp_path / "whole", "one_step_off", f"total_steps={steps}")
+    assert resumed.digest == whole.digest
     assert resumed.column("step") == list(range(steps))
+    for column in ("reward/mean", "staleness/max"):
+        assert resumed.column(column) == whole.column(column)
 
 
 @pytest.mark.extended

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -68,50 +69,42 @@ def test_it_composes_and_would_run(name: str, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
 
-@pytest.mark.extended
+PUBLISHED: dict[str, tuple[object, ...]] = {
+    "algorithm.sde_type": ("sde", "cps", "cps", "cps"),
+    "algorithm.noise_level": (1.2, 0.8, 0.8, 0.8),
+    "algorithm.sde_window_size": (2, 3, 3, 3),
+    "algorithm.sde_window_range": ((0, 5), (0, 5), (0, 3), (0, 5)),
+    "algorithm.clip_range": (1e-5,) * 4,
+    "algorithm.kl_coef": (0,) * 4,
+    "algorithm.global_std": (False,) * 4,
+    "prompts_per_step": (32, 8, 48, 64),
+    "group_size": (16, 8, 24, 18),
+    "hand_over": ("batch", "stream", "batch", "batch"),
+    "trainer.updates_per_batch": (2, 1, 2, 2),
+    "trainer.learning_rate": (3e-4, 1e-4, 3e-4, 3e-4),
+    "trainer.eps": (1e-8,) * 4,
+    "trainer.weight_decay": (1e-4,) * 4,
+    "trainer.ema_decay": (None, None, 0.9, 0.9),
+    "rollout.resolution": (512, 384, 512, 512),
+    "rollout.num_inference_steps": (10, 10, 6, 10),
+    "rollout.true_cfg_scale": (4.0, 1.0, 1.0, 1.0),
+    "rollout.guidance_scale": (0.0, 0.0, 3.5, 0.0),
+    "evaluate.num_inference_steps": (50, 28, 28, 40),
+    "lora.rank": (64, 32, 64, 32),
+    "lora.alpha": (128, 64, 128, 64),
+    "lora.targets": (None,) * 4,
+}
+"""Setting → its values in the three recipes and in sd35_pickscore."""
+
+
 def test_the_published_values(tmp_path: Path) -> None:
-    qwen, sd3, flux = (recipe(name, tmp_path) for name in RECIPES)
-    assert [c.algorithm.sde_type for c in (qwen, sd3, flux)] == ["sde", "cps", "cps"]
-    assert [c.algorithm.noise_level for c in (qwen, sd3, flux)] == [1.2, 0.8, 0.8]
-    windows = [(c.algorithm.sde_window_size, tuple(c.algorithm.sde_window_range or ())) for c in (qwen, sd3, flux)]
-    assert windows == [(2, (0, 5)), (3, (0, 5)), (3, (0, 3))]
-    assert [(c.prompts_per_step, c.group_size) for c in (qwen, sd3, flux)] == [(32, 16), (8, 8), (48, 24)]
-    assert [(c.trainer.updates_per_batch, c.hand_over) for c in (qwen, sd3, flux)] == [
-        (2, "batch"),
-        (1, "stream"),
-        (2, "batch"),
-    ]
-    assert [c.rollout.resolution for c in (qwen, sd3, flux)] == [512, 384, 512]
-    steps = [(c.rollout.num_inference_steps, c.evaluate.num_inference_steps) for c in (qwen, sd3, flux)]
-    assert steps == [(10, 50), (10, 28), (6, 28)]
-    guidance = [(c.rollout.true_cfg_scale, c.rollout.guidance_scale) for c in (qwen, sd3, flux)]
-    assert guidance == [(4.0, 0.0), (1.0, 0.0), (1.0, 3.5)] and qwen.rollout.negative_prompt == " "
-    assert [(c.lora.rank, c.lora.alpha, c.lora.targets) for c in (qwen, sd3, flux)] == [
-        (64, 128, None),
-        (32, 64, None),
-        (64, 128, None),
-    ]
-    rates = [(c.trainer.learning_rate, c.trainer.eps, c.trainer.weight_decay) for c in (qwen, sd3, flux)]
-    assert rates == [(3e-4, 1e-8, 1e-4), (1e-4, 1e-8, 1e-4), (3e-4, 1e-8, 1e-4)]
-    assert [c.trainer.ema_decay for c in (qwen, sd3, flux)] == [None, None, 0.9] and flux.trainer.ema_every == 8
-    assert [list(c.reward.terms) for c in (qwen, sd3, flux)] == [["ocr"], ["ocr"], ["pickscore"]]
-    assert all(c.algorithm.clip_range == 1e-5 and c.algorithm.kl_coef == 0 for c in (qwen, sd3, flux))
-    assert [c.algorithm.global_std for c in (qwen, sd3, flux)] == [False] * 3
-
-
-def test_the_published_values_of_pickscore_on_sd35(tmp_path: Path) -> None:
-    c = recipe("sd35_pickscore", tmp_path)
-    assert (c.algorithm.sde_type, c.algorithm.noise_level, c.algorithm.clip_range) == ("cps", 0.8, 1e-5)
-    assert (c.algorithm.sde_window_size, list(c.algorithm.sde_window_range or ()), c.algorithm.kl_coef) == (
-        3,
-        [0, 5],
-        0,
-    )
-    assert (c.prompts_per_step, c.group_size, c.trainer.updates_per_batch) == (64, 18, 2)
-    assert (c.rollout.resolution, c.rollout.num_inference_steps, c.evaluate.num_inference_steps) == (512, 10, 40)
-    assert (c.rollout.true_cfg_scale, c.rollout.guidance_scale) == (1.0, 0.0)
-    assert (c.trainer.learning_rate, c.trainer.ema_decay, c.trainer.ema_every) == (3e-4, 0.9, 8)
-    assert gpus_taken(c) == 4
+    configs = qwen, _, flux, sd35 = [recipe(name, tmp_path) for name in (*RECIPES, "sd35_pickscore")]
+    for key, values in PUBLISHED.items():
+        found = [attrgetter(key)(config) for config in configs]
+        assert tuple(tuple(value) if isinstance(value, list) else value for value in found) == values, key
+    assert qwen.rollout.negative_prompt == " " and flux.trainer.ema_every == sd35.trainer.ema_every == 8
+    assert [list(config.reward.terms) for config in configs] == [["ocr"], ["ocr"], ["pickscore"], ["pickscore"]]
+    assert gpus_taken(sd35) == 4
 
 
 def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
