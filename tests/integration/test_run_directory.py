@@ -65,11 +65,8 @@ def run(full_run: Run) -> Run:
     return full_run
 
 
-def test_files(run: Run) -> None:
+def test_files_and_nothing_else_but_the_lock_and_the_monitors(run: Run) -> None:
     assert [name for name in FILES if not (run.root / name).stat().st_size and not name.startswith("logs/")] == []
-
-
-def test_nothing_else_but_the_lock_and_the_monitors(run: Run) -> None:
     named = {name.split("/")[0] for name in FILES}
     assert {entry.name for entry in run.root.iterdir()} == named | {".lock", "tensorboard", "wandb"}
     assert {path.name for path in (run.root / "checkpoints").iterdir()} == {"step_4", "step_6", "latest"}

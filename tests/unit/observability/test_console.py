@@ -114,21 +114,12 @@ def test_the_result_is_a_sentence_with_its_error() -> None:
 
 def test_a_reward_of_several_terms_says_how_each_changed() -> None:
     def ends(*terms: str) -> list[Evaluation]:
-        names = ("reward", *terms)
-        return [
-            Evaluation(
-                version,
-                False,
-                "same",
-                steps=6,
-                guidance=1.0,
-                curves={
-                    name: Curve("trained", 1.0, name, {0: (1.0 * version + i,), 1: (1.0 * version + i,)})
-                    for i, name in enumerate(names)
-                },
-            )
-            for version in (0, 3)
-        ]
+        found = [evaluation(version, [version, version]) for version in (0, 3)]
+        for each in found:
+            for i, name in enumerate(terms, start=1):
+                value = (float(each.version + i),)
+                each.curves[name] = Curve("trained", 1.0, name, {0: value, 1: value})  # type: ignore[index]
+        return found
 
     _, ocr, contrast = result_sentences(ends("ocr", "contrast"), "held_out")
     assert "ocr went from 1 to 4" in ocr and "contrast went from 2 to 5" in contrast

@@ -3,7 +3,6 @@
 import importlib
 import re
 import runpy
-import shlex
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from PIL import Image
 
-from async_flowrl.config.compose import compose_config
 from async_flowrl.config.paths import config_dir
 from async_flowrl.config.schema import Config, DataConfig, RewardConfig, RewardTerm
 from async_flowrl.data.load import load_data
@@ -57,17 +55,6 @@ def test_reward_groups_build(group: str) -> None:
     if check is not None:
         data.train.check_each(check)
         data.evaluation.check_each(check)
-
-
-def test_the_command_line_of_the_custom_reward_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Path(__file__).parents[3] / "examples" / "custom_reward"
-    monkeypatch.syspath_prepend(str(example))
-    block = (example / "README.md").read_text().split("```bash\n")[1].split("```")[0]
-    _, program, verb, flag, mode, *overrides = shlex.split(block.replace("\\\n", " "))
-    assert (program, verb, flag) == ("async-flowrl", "train", "--config-name")
-    config = compose_config(mode, overrides)
-    assert (config.name, build_reward(config.reward).weights) == ("sharpness", {"sharp": 1.0})
-    assert config.reward.terms["sharp"].options == {"scale": 10.0}
 
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

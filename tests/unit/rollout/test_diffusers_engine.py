@@ -18,7 +18,7 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.seeds import derive, generator
 from async_flowrl.types import EVALUATION, Prompt, RolloutRequest, Sampling, Trajectory
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import RED, adapted_policy, randomise, request, sampling, tensors, token_ids
+from tests.support.tiny import RED, adapted_policy, randomise, request, sampling, tensors
 from tests.unit.rollout.trajectories import replay, trajectory_of
 
 
@@ -115,15 +115,6 @@ def test_the_prompts_own_negative_and_system_prompt_are_used(engine: DiffusersEn
     assert same(plain, engine.generate([request(1, how=how, prompt=replace(RED, negative=how.negative_prompt))])[0])
     assert not same(plain, engine.generate([request(1, how=how, prompt=replace(RED, negative="blue"))])[0])
     assert not same(plain, engine.generate([request(1, how=how, prompt=replace(RED, system="Be bold."))])[0])
-
-
-@pytest.mark.extended
-def test_token_ids_make_the_images_of_their_text(engine: DiffusersEngine) -> None:
-    how = sampling(cfg=4.0)
-    ids = {"token_ids": tuple(token_ids("blue")), "negative_token_ids": tuple(token_ids("grey"))}
-    tokenised = engine.generate([request(2, how=how, prompt=Prompt(1, "only rewards see this", **ids))])[0]
-    assert same(tokenised, engine.generate([request(2, how=how, prompt=Prompt(1, "blue", negative="grey"))])[0])
-    assert not same(tokenised, engine.generate([request(2, how=how, prompt=Prompt(1, "blue", negative="green"))])[0])
 
 
 def test_latents_that_are_not_finite_name_the_ticket_and_version() -> None:
