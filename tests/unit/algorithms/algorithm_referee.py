@@ -68,9 +68,9 @@ def sample(weights: Weights, sde_type: str, noise_level: float, *, count: int, s
     return torch.stack(points), -(final - GOAL).square().sum(dim=1)
 
 
-def exact_gradient(step_weights: list[Weights], last: Weights, sde_type: str, noise_level: float) -> Tensor:
-    """[4, 5] float64: d E[reward] / d (a, b) of each noisy step, from moments; the ODE step has `last`."""
-    parameters = torch.tensor([[w.a, *w.b] for w in step_weights], dtype=torch.float64, requires_grad=True)
+def expected_reward(parameters: Tensor, last: Weights, sde_type: str, noise_level: float) -> Tensor:
+    """[] float64: E[reward] from moments, where `parameters` [4, 5] are (a, b) of each noisy step; the ODE step has
+    `last`."""
     mean, variance = torch.zeros(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
     for index in STEPS:
         p, q, std = coefficients(index, sde_type, noise_level)
@@ -78,7 +78,17 @@ def exact_gradient(step_weights: list[Weights], last: Weights, sde_type: str, no
         mean, variance = gain * mean + q * parameters[index, 1:], gain**2 * variance + std**2
     gain = 1 - SIGMAS[4] * last.a
     mean, variance = gain * mean - SIGMAS[4] * torch.tensor(last.b, dtype=torch.float64), gain**2 * variance
-    (gradient,) = torch.autograd.grad(-((mean - GOAL).square() + variance).sum(), parameters)
+    return -((mean - GOAL).square() + variance).sum()
+
+
+def stacked(step_weights: Sequence[Weights]) -> Tensor:
+    return torch.tensor([[w.a, *w.b] for w in step_weights], dtype=torch.float64)
+
+
+def exact_gradient(step_weights: list[Weights], last: Weights, sde_type: str, noise_level: float) -> Tensor:
+    """[4, 5] float64: d E[reward] / d (a, b) of each noisy step; the ODE step has `last`."""
+    parameters = stacked(step_weights).requires_grad_()
+    (gradient,) = torch.autograd.grad(expected_reward(parameters, last, sde_type, noise_level), parameters)
     return gradient
 
 
