@@ -1,6 +1,6 @@
 """Tests that each policy-gradient algorithm trains a linear-Gaussian flow, judged by the flow's exact expected reward.
 
-Right way, and wrong way when the reward is negated; that permuted advantages carry no gradient: test_algorithm_referee.py.
+Right way, and wrong way when the reward is negated. test_algorithm_referee.py: permuted advantages have no gradient.
 """
 
 from functools import cache
