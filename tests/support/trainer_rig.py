@@ -21,7 +21,7 @@ from async_flowrl.training.messages import GroupMeta, StepPlan, TrainRequest, Up
 from async_flowrl.training.parts import cut
 from async_flowrl.training.trainer_worker import TrainerWorker
 from async_flowrl.types import TRAIN, Prompt, RolloutRequest, Trajectory
-from checkpoint_engine import weights_digest
+from checkpoint_engine import Receiver, weights_digest
 
 TEXTS = ("red red red red", "blue blue blue blue", "green green", "white")
 Handed = tuple[GroupMeta, list[Trajectory]]
@@ -122,6 +122,25 @@ class Sampler:
     def negatives(self) -> dict[str, Any]:
         text = self.config.rollout.negative_prompt
         return {text: self.engine.encode([text])[0]}
+
+
+class Site:
+    """A sampler with the receiving end of the weights."""
+
+    def __init__(self, config: Config, sampler: Sampler | None = None) -> None:
+        self.sampler = sampler or Sampler(config)
+        self.sampler.policy.transformer.requires_grad_(False)
+        lora: dict[str, Any] = {} if config.tune == "full" else {"alpha": config.lora.alpha, "rank": config.lora.rank}
+        self.receiver = Receiver(self.sampler.engine.live_tensors(), capacity=config.live_versions, **lora)
+
+    def receive(self, worker: TrainerWorker, version: int) -> None:
+        worker.sender.policy.seal(version)
+        header, data = worker.sender.policy.payload(version)
+        self.receiver.receive(header, data.copy())
+        self.receiver.activate("policy", version)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self.sampler.engine.live_tensors().items()}
 
 
 def read_only(trajectory: Trajectory) -> Trajectory:

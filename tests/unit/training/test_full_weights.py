@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
 from async_flowrl.training.trainer_worker import TrainerWorker
-from checkpoint_engine import PROOF_VERSION, Receiver, check_binding, weights_digest
+from checkpoint_engine import PROOF_VERSION, check_binding, weights_digest
 from tests.support import trainer_rig as rig
 
 BF16 = torch.bfloat16
@@ -25,30 +25,10 @@ def full_config(dtype: str = "float32", **trainer: Any) -> Config:
     return config
 
 
-class Site:
-    """A rollout engine with the receiving end of the weights."""
-
-    def __init__(self, config: Config) -> None:
-        self.sampler = rig.Sampler(config)
-        self.sampler.policy.transformer.requires_grad_(False)
-        self.engine = self.sampler.engine
-        self.receiver = Receiver(self.engine.live_tensors(), capacity=config.live_versions)
-
-    def receive(self, worker: TrainerWorker, version: int) -> None:
-        worker.sender.policy.seal(version)
-        header, data = worker.sender.policy.payload(version)
-        self.receiver.receive(header, data.copy())
-        self.receiver.activate("policy", version)
-
-    def network(self) -> dict[str, Tensor]:
-        """By the network's own names."""
-        return {name: parameter.data for name, parameter in self.sampler.policy.transformer.named_parameters()}
-
-
-def trained(dtype: str, **options: Any) -> tuple[TrainerWorker, Site, dict[str, np.ndarray], Any]:
+def trained(dtype: str, **options: Any) -> tuple[TrainerWorker, rig.Site, dict[str, np.ndarray], Any]:
     """A rank and a site after one step from version 0, the weights before it, and its statistics."""
     config = full_config(dtype, **options)
-    worker, site = rig.trainer(config), Site(config)
+    worker, site = rig.trainer(config), rig.Site(config)
     before = rig.weights(worker)
     stats = rig.update(worker, 0, [site.sampler.group(0, 0)])
     return worker, site, before, stats
@@ -70,7 +50,7 @@ def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dty
     assert stats.metrics["behaviour_gap"] < bound, "rollout and trainer compute the same"
     worker.sender.stage(1)
     site.receive(worker, 1)
-    network = site.network()
+    network = site.tensors()
     assert worker.sender.policy.payload(1)[0].nbytes >= sum(t.nbytes for t in network.values())
     for name, tensor in network.items():
         assert torch.equal(tensor, torch.from_numpy(after[name]).to(getattr(torch, dtype))), name
@@ -81,13 +61,13 @@ def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dty
 def test_the_proof_is_found_under_the_networks_own_names() -> None:
     """Version 0 would not tell: both ends have loaded it, and many of its tensors are alike."""
     config = full_config()
-    worker, site = rig.trainer(config), Site(config)
-    start = {name: tensor.clone() for name, tensor in site.network().items()}
+    worker, site = rig.trainer(config), rig.Site(config)
+    start = {name: tensor.clone() for name, tensor in site.tensors().items()}
     expected = worker.sender.proof()
     site.receive(worker, PROOF_VERSION)
-    check_binding(expected, site.engine.probe())
+    check_binding(expected, site.sampler.engine.probe())
     assert expected.keys() == start.keys()
-    assert not any(torch.equal(tensor, start[name]) for name, tensor in site.network().items())
+    assert not any(torch.equal(tensor, start[name]) for name, tensor in site.tensors().items())
     assert rig.digest(worker) == weights_digest(start), "the trainer has its own weights back"
 
 

@@ -1,54 +1,11 @@
 """Tests of published versions: the trained weights, bound to the same modules."""
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
-from async_flowrl.config.schema import Config
 from async_flowrl.policies.lora import keep_compute_copies, lora_layers, lora_modules, lora_parameters
-from async_flowrl.training.trainer_worker import TrainerWorker
-from checkpoint_engine import PROOF_VERSION, LoraModule, Receiver, WeightsMismatch, binding_probe, check_binding
+from checkpoint_engine import PROOF_VERSION, LoraModule, WeightsMismatch, binding_probe, check_binding
 from tests.support import trainer_rig as rig
-
-
-class Site:
-    """A sampler with the receiving end of the weights."""
-
-    def __init__(self, config: Config, sampler: rig.Sampler | None = None) -> None:
-        self.sampler = sampler or rig.Sampler(config)
-        transformer = self.sampler.policy.transformer
-        transformer.requires_grad_(False)
-        self.layers = lora_modules(transformer)
-        self.receiver = Receiver(
-            lora_parameters(transformer),
-            capacity=config.max_staleness + 1,
-            alpha=config.lora.alpha,
-            rank=config.lora.rank,
-        )
-
-    def receive(self, worker: TrainerWorker, version: int) -> None:
-        worker.sender.policy.seal(version)
-        header, data = worker.sender.policy.payload(version)
-        self.receiver.receive(header, data.copy())
-        self.receiver.activate("policy", version)
-
-    def probe(self) -> dict[str, torch.Tensor]:
-        return probe_of(self.layers)
-
-    def tensors(self) -> dict[str, np.ndarray]:
-        return {n: t.detach().numpy().copy() for n, t in lora_parameters(self.sampler.policy.transformer).items()}
-
-
-def probe_of(modules: Any) -> dict[str, torch.Tensor]:
-    """What LoRA modules compute with the weights they hold."""
-    return binding_probe({name: LoraModule(*parts) for name, parts in lora_layers(modules).items()})
-
-
-@pytest.fixture(scope="module")
-def site() -> Site:
-    return Site(rig.tiny_config())
 
 
 @pytest.mark.extended
@@ -58,10 +15,10 @@ def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_round
     config.model.dtype = "bfloat16"
     worker, sampler = rig.trainer(config), rig.Sampler(config)
     keep_compute_copies(sampler.policy.transformer)
-    site = Site(config, sampler)
+    site = rig.Site(config, sampler)
     mine = worker.sender.proof()
     site.receive(worker, PROOF_VERSION)
-    check_binding(mine, site.probe())
+    check_binding(mine, site.sampler.engine.probe())
     for step in range(2):
         rig.update(worker, step, [sampler.group(0, 0)])
         worker.sender.stage(step + 1)
@@ -70,30 +27,33 @@ def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_round
     assert sum(t.nbytes for t in held.values()) * 2 == sum(t.nbytes for t in masters.values())
     for name, tensor in held.items():
         assert torch.equal(tensor, torch.from_numpy(masters[name]).to(torch.bfloat16)), name
-    for mine_, theirs in zip(lora_modules(worker.policy.transformer).values(), site.layers.values(), strict=True):
+    layers = (lora_modules(policy.transformer).values() for policy in (worker.policy, sampler.policy))
+    for mine_, theirs in zip(*layers, strict=True):
         x = torch.randn(3, mine_.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
         assert torch.equal(mine_(x.to(worker.device)).cpu(), theirs(x))
 
 
 def test_the_proof_proves_the_binding_and_trains_nothing() -> None:
     config = rig.tiny_config()
-    site, worker = Site(config), rig.trainer(config)
+    site, worker = rig.Site(config), rig.trainer(config)
     before = worker.parameters.fingerprint()
     mine = worker.sender.proof()
     assert worker.parameters.fingerprint() == before
     site.receive(worker, PROOF_VERSION)
-    check_binding(mine, site.probe())
+    check_binding(mine, site.sampler.engine.probe())
     worker.sender.stage(0)
     site.receive(worker, 0)
-    assert rig.equal(site.tensors(), rig.weights(worker))
+    assert rig.equal({name: tensor.numpy() for name, tensor in site.tensors().items()}, rig.weights(worker))
+    layers = lora_layers(lora_modules(worker.policy.transformer))  # with the trainer's own weights, not the proof's
+    own = binding_probe({name: LoraModule(*parts) for name, parts in layers.items()})
     with pytest.raises(WeightsMismatch, match="binding can't be proven"):
-        check_binding(probe_of(lora_modules(worker.policy.transformer)), site.probe())
+        check_binding(own, site.sampler.engine.probe())
 
 
-def test_the_average_has_its_own_stream(site: Site) -> None:
+def test_the_average_has_its_own_stream() -> None:
     config = rig.tiny_config(ema_decay=0.9, ema_every=1)
     worker = rig.trainer(config)
-    rig.update(worker, 0, [site.sampler.group(0, 0)])
+    rig.update(worker, 0, [rig.Sampler(config).group(0, 0)])
     worker.sender.stage(1)
     worker.sender.stage(1, "ema")
     one, other = worker.sender.policy.seal(1), worker.sender.ema.seal(1)
