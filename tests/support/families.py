@@ -14,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from async_flowrl.algorithms import sde
+from async_flowrl.config.resolution import height_width
 from async_flowrl.config.schema import LoraConfig, ModelConfig, TinyConfig
 from async_flowrl.data.condition_images import examined
 from async_flowrl.policies import tiny
 from async_flowrl.policies.lora import add_lora, lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
-from async_flowrl.policies.registry import FAMILIES, load_family, load_pipeline, load_policy, resolve_model
+from async_flowrl.policies.registry import FAMILIES, family_of, load_family, load_pipeline, load_policy, resolve_model
 from async_flowrl.types import ConditionImage, Sampling
 from tests.support.tiny import randomise, sampling, tensors
 
@@ -107,14 +108,25 @@ def pipeline_of(family: str) -> Any:
     return pipeline
 
 
-def called(pipeline: Any, count: int = 1, **arguments: Any) -> Any:
-    """Returns what the stock pipeline makes of TEXT; of a model that makes videos, videos of one frame."""
-    video = hasattr(pipeline, "video_processor")
-    arguments |= {"num_videos_per_prompt": count, "num_frames": 1} if video else {"num_images_per_prompt": count}
-    if arguments["output_type"] == "latent":
-        return last_latents(pipeline, prompt=TEXT, **arguments)
-    made = pipeline(prompt=TEXT, return_dict=False, **arguments)[0]
-    return [frames[0] for frames in made] if video and arguments["output_type"] == "pil" else made
+def stock_images(pipeline: Any, policy: PipelinePolicy, sampling: Sampling, start: Tensor, output: str) -> Any:
+    """Returns what the stock pipeline makes of TEXT and the noise; of a model that makes videos, one frame of each."""
+    (height, width), length = height_width(sampling.resolution), model_config(policy.family).max_sequence_length
+    arguments: dict[str, Any] = {
+        "prompt": TEXT,
+        "height": height,
+        "width": width,
+        "num_inference_steps": sampling.num_inference_steps,
+        "latents": policy.stock_latents(start, sampling.resolution),
+        "output_type": output,
+        **family_of(pipeline).guidance_arguments(sampling),
+        **({} if length is None else {"max_sequence_length": length}),
+    }
+    video, n = hasattr(pipeline, "video_processor"), len(start)
+    arguments |= {"num_videos_per_prompt": n, "num_frames": 1} if video else {"num_images_per_prompt": n}
+    if output == "latent":
+        return last_latents(pipeline, **arguments)
+    made = pipeline(return_dict=False, **arguments)[0]
+    return [frames[0] for frames in made] if video and output == "pil" else made
 
 
 def last_latents(pipeline: Any, **arguments: Any) -> Tensor:

@@ -22,7 +22,6 @@ from tests.support.families import (
     TWO_AND_SLOW,
     N,
     adapted,
-    called,
     conditioning,
     denoised,
     how,
@@ -31,6 +30,7 @@ from tests.support.families import (
     on_white,
     pipeline_of,
     policy_of,
+    stock_images,
 )
 from tests.support.tiny import randomise, save_lora
 from tests.unit.rollout.trajectories import replay, replayed, trajectory_of
@@ -40,19 +40,7 @@ OWN_TIMES = ("qwen_image", "sd3", "sana", "z_image")
 
 
 def made(pipeline: Any, policy: PipelinePolicy, sampling: Sampling, output: str = "latent") -> Any:
-    """What the stock pipeline makes from the same noise."""
-    length = model_config(policy.family).max_sequence_length
-    return called(
-        pipeline,
-        N,
-        height=32,
-        width=32,
-        num_inference_steps=6,
-        latents=policy.stock_latents(latents(policy), 32),
-        output_type=output,
-        **family_of(pipeline).guidance_arguments(sampling),
-        **({} if length is None else {"max_sequence_length": length}),
-    )
+    return stock_images(pipeline, policy, sampling, latents(policy), output)
 
 
 @pytest.mark.extended

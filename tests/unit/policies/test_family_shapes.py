@@ -9,13 +9,12 @@ import torch
 
 from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.policies.pipeline import PipelinePolicy
-from async_flowrl.policies.registry import family_of, resolve_model, shapes_of
+from async_flowrl.policies.registry import resolve_model, shapes_of
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from tests.support.families import (
     NAMES,
     TEXT,
     N,
-    called,
     conditioning,
     denoised,
     how,
@@ -23,6 +22,7 @@ from tests.support.families import (
     model_config,
     passes_by_length,
     policy_of,
+    stock_images,
 )
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import request
@@ -81,23 +81,12 @@ def test_schedule_latents_and_pixels_are_the_stock_pipelines_at_three_aspect_rat
 ) -> None:
     policy, pipeline = shared_models.policy(family), shared_models.pipeline(family)
     positive, _ = conditioning(policy)
-    length = model_config(family).max_sequence_length
     shifts = set()
     for size in SIZES:
         height, width = height_width(size)
         sampling = replace(how(family), resolution=size, num_inference_steps=STEPS)
         start = torch.randn(1, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
-        options = {} if length is None else {"max_sequence_length": length}
-        stock = called(
-            pipeline,
-            height=height,
-            width=width,
-            num_inference_steps=STEPS,
-            latents=policy.stock_latents(start, size),
-            output_type="latent",
-            **family_of(pipeline).guidance_arguments(sampling),
-            **options,
-        )
+        stock = stock_images(pipeline, policy, sampling, start, "latent")
         sigmas = policy.sigmas(STEPS, size)
         assert torch.equal(pipeline.scheduler.sigmas.cpu().float(), sigmas)
         shifts.add(float(sigmas[1]))
