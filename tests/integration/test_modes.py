@@ -83,6 +83,16 @@ def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) ->
 
 
 @pytest.mark.extended
+def test_the_closed_loop_on_policy(tmp_path: Path) -> None:
+    """Trained on what it sampled itself, the trainer's own log-probs are the rollout's."""
+    run = train(tmp_path, "sync", "rollout.true_cfg_scale=4", "total_steps=4")
+    for line in run.metrics[2:]:
+        assert abs(line["ratio/mean"] - 1.0) < 1e-6
+        assert line["log_prob_gap"] < 1e-6
+        assert line["behaviour_gap"] < 1e-6
+
+
+@pytest.mark.extended
 def test_two_updates_per_batch(plain: dict[str, Run], tmp_path: Path) -> None:
     once, again = (
         train(tmp_path / name, "one_step_off", SHORT, "hand_over=batch", "trainer.updates_per_batch=2", *extra)

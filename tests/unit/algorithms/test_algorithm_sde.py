@@ -54,6 +54,13 @@ def test_steps_equal_an_independent_implementation(
     field = sde.log_prob(after, step, sde_type)
     assert step.mean.dtype == step.std.dtype == torch.float32 and not step.deterministic.any()
     assert step.std.shape == (len(indices), *([1] * len(layout)))
+    for row in range(len(indices)):  # rows do not mix: the bits of each are those that it has alone
+        one = slice(row, row + 1)
+        alone = sde.transition(
+            x[one], v[one], sigma[one], sigma_next[one], sigma_after_first=schedule[1], sde_type=sde_type,
+            noise_level=LEVELS[sde_type],
+        )  # fmt: skip
+        assert torch.equal(sde.sample(alone, noise[one])[0], after[row])
     for row, index in enumerate(indices):
         s, s_next = float(sigma[row]), float(sigma_next[row])
         mean, std = reference_step(
