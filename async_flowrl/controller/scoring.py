@@ -50,6 +50,8 @@ async def ask_reward(ctx: Context, group: list[Ticket], free: Free) -> Scores | 
     message = scores.failed[fatal[0]].reason
     if ends_run(ctx, group):
         raise RewardError(message)
+    if first.kind == EVALUATION:
+        ctx.warned.setdefault("unscored", f"an evaluated prompt has no score: {message}")
     ctx.observer.event("skipped", kind=first.kind, step=first.step, group=first.group, message=message)
     return None
 

@@ -44,6 +44,7 @@ def test_a_judge_that_is_down_at_the_last_evaluation_costs_only_that_evaluation(
     failed = run.summary["failed"]
     assert failed == ["evaluation of version 1: 1 of 1 prompts have no score"]
     assert f"failed   {failed[0]}" in capsys.readouterr().out
+    assert sum("'judge' failed on prompt 'green'" in warning for warning in run.summary["warnings"]) == 1
     assert (run.root / "lora/pytorch_lora_weights.safetensors").exists() and (run.root / "report.html").exists()
     assert not [key for line in run.metrics for key in line if key.startswith("evaluation")]
     assert all(ok for _, ok, _ in verify(run.root))
