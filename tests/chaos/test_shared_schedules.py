@@ -16,7 +16,9 @@ ONE_EACH = [cell + len(PAIRS) * ((cell + 3) % len(MODES)) for cell in range(len(
 
 
 @pytest.mark.parametrize(
-    "seeds", [ONE_EACH, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=["one of each", "all of each"]
+    "seeds",
+    [ONE_EACH, pytest.param(SEEDS, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    ids=["one of each", "all of each"],
 )
 def test_every_run_goes_on_or_ends_by_name_and_every_cell_is_hit(
     seeds: Sequence[int], record_property: Callable[[str, object], None]
