@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -94,12 +95,13 @@ def test_a_damaged_checkpoint_is_not_exported(
     trained: QwenImagePolicy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_directory(tmp_path / "run", trained, ema=False)
-    file = tmp_path / "run/checkpoints/step_7/weights.safetensors"
+    file, sound = tmp_path / "run/checkpoints/step_7/weights.safetensors", tmp_path / "run/checkpoints/step_6"
+    shutil.copytree(file.parent, sound)
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
     for words, named in (
-        ([str(file.parent)], f"weights.safetensors .* SOURCE={tmp_path / 'run'} "),
+        ([str(file.parent)], f"weights.safetensors .* SOURCE={sound} "),
         ([str(tmp_path / "run"), "--base", "nosuch"], "'nosuch' was not found"),
     ):
         assert exporting([*words, str(tmp_path / "out")]) == 2

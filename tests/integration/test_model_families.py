@@ -41,7 +41,6 @@ def check(run: Run, steps: int) -> None:
     assert run.column("log_prob_gap")[0] < 1e-6
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     "family",
     [

@@ -70,7 +70,6 @@ def test_stream_is_sync_with_the_same_micro_batches(plain: dict[str, Run]) -> No
     assert plain["stream"].sample_log == plain["sync"].sample_log
 
 
-@pytest.mark.extended
 def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) -> None:
     """The trainer replays, with the weights that sampled, what the rollout did: guidance included, B no longer zero."""
     learning = ["rollout.true_cfg_scale=4", "rollout.negative_prompt=a grey and dull picture", "total_steps=5"]
@@ -82,7 +81,6 @@ def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) ->
     assert not set(run.digests[1:]) & set(plain["one_step_off"].digests[1:])
 
 
-@pytest.mark.extended
 def test_the_closed_loop_on_policy(tmp_path: Path) -> None:
     """Trained on what it sampled itself, the trainer's own log-probs are the rollout's."""
     run = train(tmp_path, "sync", "rollout.true_cfg_scale=4", "total_steps=4")

@@ -184,7 +184,6 @@ def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
     assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == [f"step_{step}" for step in steps]
 
 
-@pytest.mark.extended
 def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, "sync", "total_steps=1")
     other = ["total_steps=2", "trainer.learning_rate=1e-3", "seed=3"]
@@ -192,7 +191,14 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.Cap
     *named, last = capsys.readouterr().err.splitlines()[1:]
     assert named == ["  seed was 0 and is 3", "  trainer.learning_rate was 0.003 and is 0.001"]
     assert "resume=force" in last
-    for unfit in ("lora.rank=2", "tune=full", "lora.targets=[to_q]", "model.tiny.heads=4", "algorithm=diffusion_nft"):
+    for unfit in (
+        "lora.rank=2",
+        "tune=full",
+        "lora.targets=[to_q]",
+        "model.tiny.heads=4",
+        "algorithm=diffusion_nft",
+        "trainer.ema_decay=0.9",
+    ):
         train(tmp_path, "sync", *other, unfit, "resume=force", code=2)
         told = capsys.readouterr().err
         assert f"  {unfit.partition('=')[0]}" in told and "resume=force" not in told, unfit

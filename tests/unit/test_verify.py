@@ -81,6 +81,8 @@ def test_a_resumed_run_passes_and_its_undone_steps_do_not_count(tmp_path: Path, 
     write_run(tmp_path, finished, [history[killed], INPUTS, *again])  # of another run, whose first steps are not here
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in finished.lines[2:]))
     assert {name for name, (ok, _) in rows(tmp_path).items() if ok} == set(rows(tmp_path)), rows(tmp_path)
+    anew = [history[killed], history[killed] | {"step": 0}]  # killed there before it had a checkpoint of its own
+    assert rows(write_run(tmp_path, finished, [*anew, *events]))["exactly once"][0]
 
 
 def change(state: str, **fields: Any) -> Callable[[list[Record]], list[Record]]:

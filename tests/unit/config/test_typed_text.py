@@ -81,7 +81,6 @@ def terms(*overrides: str) -> dict[str, tuple[float, str | None]]:
     return {key: (term.weight, term.name) for key, term in reward.terms.items()}
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [
@@ -102,14 +101,12 @@ def test_what_is_trained(overrides: tuple[str, ...], found: dict[str, tuple[floa
     assert terms(*overrides) == found
 
 
-@pytest.mark.extended
 def test_options_of_a_replaced_term_of_the_same_name_do_not_survive() -> None:
     before = compose_config("one_step_off", ["reward=ocr_word"]).reward.terms["ocr"].options
     after = compose_config("one_step_off", ["reward=ocr_word", "reward.terms={ocr: {}}"]).reward.terms["ocr"].options
     assert before and not after
 
 
-@pytest.mark.extended
 def test_held_out_terms_are_written_the_same_way() -> None:
     for override in ("evaluate.reward.terms={ocr: {}}", "+evaluate.reward.terms.ocr={}"):
         config = compose_config("one_step_off", [override])
@@ -125,7 +122,6 @@ def test_a_sweep_is_replaced_job_by_job() -> None:
     ]
 
 
-@pytest.mark.extended
 def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:
     both = ["reward.terms={a: {name: color}}", "evaluate.reward.terms={b: {name: jpeg_compressibility}}"]
     for overrides in (both, both[::-1]):

@@ -73,7 +73,6 @@ def test_images_are_the_pipelines(policy: PipelinePolicy, pipeline: Any, family:
     assert images.std() > 10
 
 
-@pytest.mark.extended
 def test_the_trainer_replays_a_trajectory(policy: PipelinePolicy, family: str) -> None:
     """The log-ratio is exactly 0 in the sampler's shapes and grad mode, and below 1e-6 row by row.
 

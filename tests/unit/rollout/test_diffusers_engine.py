@@ -31,7 +31,6 @@ def same(one: Rollout, two: Rollout) -> bool:
     )
 
 
-@pytest.mark.extended
 def test_the_same_request_gives_the_same_bits_from_another_engine(engine: DiffusersEngine) -> None:
     first = engine.generate([request(4)])[0]
     assert first.images.shape == (4, 32, 32, 3) and first.images.dtype == np.uint8
@@ -40,7 +39,6 @@ def test_the_same_request_gives_the_same_bits_from_another_engine(engine: Diffus
     assert same(first, DiffusersEngine(adapted_policy()).generate([request(4)])[0])
 
 
-@pytest.mark.extended
 def test_chunks_change_only_the_last_float_bits(policy: QwenImagePolicy) -> None:
     whole = DiffusersEngine(policy).generate([request(5)])[0]
     chunked = DiffusersEngine(policy, batch_size=2).generate([request(5)])[0]
@@ -51,7 +49,6 @@ def test_chunks_change_only_the_last_float_bits(policy: QwenImagePolicy) -> None
     assert same(chunked, DiffusersEngine(policy, batch_size=2).generate([request(5)])[0])
 
 
-@pytest.mark.extended
 def test_an_image_depends_on_its_own_seeds(engine: DiffusersEngine) -> None:
     base = trajectory_of(engine.generate([request(3)])[0]).latents
     other_start = replace(request(3), initial_seeds=(*request(3).initial_seeds[:2], 99))
@@ -85,7 +82,6 @@ def test_without_trained_steps_the_final_latents_are_recorded(policy: QwenImageP
     assert np.array_equal(policy.decode(torch.from_numpy(found.latents[:, 0]), 32).numpy(), rollout.images)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float, shared_models: SharedModels) -> None:
     """No noise after the initial one even if the request names noisy steps, no trajectory."""
@@ -108,7 +104,6 @@ def test_an_evaluation_gives_the_images_of_the_pipeline(cfg: float, shared_model
     assert np.abs(rollout.images.astype(int) - np.stack([np.asarray(image) for image in made])).max() <= 1
 
 
-@pytest.mark.extended
 def test_the_prompts_own_negative_and_system_prompt_are_used(engine: DiffusersEngine) -> None:
     how = sampling(cfg=4.0)
     plain = engine.generate([request(1, how=how)])[0]
@@ -137,7 +132,6 @@ def test_the_trainer_replays_a_trajectory_exactly(policy: QwenImagePolicy, kind:
         assert replay(policy, found, how, negative, rows=rows).abs().max() < 1e-6
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_a_bfloat16_trajectory_replays_exactly_and_is_stored_in_float32(cfg: float) -> None:
     """Only the network computes in bfloat16: rounding the stored latents as well would move the ratio."""
@@ -156,7 +150,6 @@ def wrong_values(policy: QwenImagePolicy, found: Trajectory, how: Sampling, nega
         return float(replay(policy, found, how, negative).abs().max())
 
 
-@pytest.mark.extended
 def test_a_trajectory_of_an_older_version_does_not_replay() -> None:
     policy = adapted_policy()
     found = trajectory_of(DiffusersEngine(policy).generate([request(4)])[0])
@@ -180,7 +173,6 @@ def tickets(cfg: float = 1.0) -> list[RolloutRequest]:
     ]
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(("cfg", "chunk"), [(1.0, None), (4.0, None), (4.0, 1)])
 def test_tickets_of_a_batch_are_what_they_are_alone(policy: Any, cfg: float, chunk: int | None) -> None:
     engine = DiffusersEngine(policy, batch_size=chunk)

@@ -58,7 +58,6 @@ def test_exactly_the_adapter_is_trainable_and_every_tensor_of_it_gets_a_gradient
         assert parameter.grad is not None and bool((parameter.grad != 0).any()), name
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layer_without_a_graph_gives_the_bits_of_one_with_a_graph(dtype: str) -> None:
     """Without a graph it adds to Wx in place, with one it does not; the trainer replays what a rollout recorded."""
@@ -125,7 +124,6 @@ def diffusers_file(tmp_path: Path) -> Path:
     return lora_file.write(tmp_path / "lora", lora_parameters(policy.transformer), alpha=6.0)
 
 
-@pytest.mark.extended
 def test_warm_start_from_a_diffusers_file_and_folder(diffusers_file: Path) -> None:
     source = lora_file.read(diffusers_file)
     assert (source.rank, source.alpha) == (4, 4.0)
@@ -136,14 +134,12 @@ def test_warm_start_from_a_diffusers_file_and_folder(diffusers_file: Path) -> No
         assert all(torch.allclose(loaded[name], expected[name], rtol=1e-6, atol=0.0) for name in loaded)
 
 
-@pytest.mark.extended
 def test_a_warm_start_with_another_alpha_is_the_same_lora(diffusers_file: Path) -> None:
     one, other = warm(diffusers_file, alpha=8.0), warm(diffusers_file, alpha=4.0)
     for name, tensor in one.items():
         assert torch.equal(tensor * 2 if "lora_B" in name else tensor, other[name])
 
 
-@pytest.mark.extended
 def test_warm_start_from_a_peft_folder_even_with_dead_branches(tmp_path: Path) -> None:
     targets = list(QwenImagePolicy.lora_targets)
     written = peft_folder(tmp_path, peft.LoraConfig(r=4, lora_alpha=6.0, target_modules=targets))
@@ -159,7 +155,6 @@ def without_metadata(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.extended
 def test_without_metadata_alpha_is_the_rank_as_diffusers_reads_it(diffusers_file: Path, tmp_path: Path) -> None:
     bare = without_metadata(diffusers_file, tmp_path / "bare")
     assert lora_file.read(bare).alpha == 4.0

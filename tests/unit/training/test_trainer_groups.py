@@ -17,7 +17,6 @@ from async_flowrl.training.update import NonFiniteError
 from tests.support import trainer_rig as rig
 
 
-@pytest.mark.extended
 def test_a_step_without_groups_makes_a_version_and_moves_nothing(handed: list[list[rig.Handed]]) -> None:
     worker = rig.trainer(rig.tiny_config())
     rig.update(worker, 0, handed[0])
@@ -32,7 +31,6 @@ def test_a_step_without_groups_makes_a_version_and_moves_nothing(handed: list[li
     )
 
 
-@pytest.mark.extended
 def test_a_skipped_group_keeps_its_place_in_the_denominator(handed: list[list[rig.Handed]]) -> None:
     first, second = handed[0]
     gradients = []
@@ -68,7 +66,6 @@ def test_tickets_that_differ_in_their_negative_prompt_are_no_group() -> None:
         worker.update.accumulate([meta], first, other, *tickets[2:])
 
 
-@pytest.mark.extended
 def test_final_images_are_trained_at_every_row() -> None:
     config = rig.tiny_config()
     config.algorithm.name = "diffusion_nft"
@@ -116,7 +113,6 @@ def test_a_group_that_is_cut_has_the_gradient_of_the_whole_group(name: str) -> N
     assert not torch.allclose(gradients[2], gradients[0], rtol=0, atol=1e-2 * scale)
 
 
-@pytest.mark.extended
 def test_the_average_that_a_loss_compares_with_follows_the_weights_at_its_pace() -> None:
     config = rig.tiny_config()
     config.algorithm.name, config.algorithm.sde_type = "awm", "ode"
@@ -193,7 +189,6 @@ def test_learning_rate(schedule: str, expected: list[float]) -> None:
         assert learning_rate(config, 6, 6) == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.extended
 def test_behaviour_is_recomputed_under_the_version_that_sampled(sampler: rig.Sampler) -> None:
     config = rig.tiny_config()
     config.max_staleness = 2
@@ -216,7 +211,6 @@ def test_behaviour_is_recomputed_under_the_version_that_sampled(sampler: rig.Sam
     assert list(stats.kept) == [2]
 
 
-@pytest.mark.extended
 def test_wrong_weights_show_in_the_behaviour_gap(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
     """The falsifier of `behaviour_gap`: samples of version 0 that claim to be of version 1."""
     worker = rig.trainer(rig.tiny_config())

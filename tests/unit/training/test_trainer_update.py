@@ -79,7 +79,6 @@ def test_hand_over_groupings_give_the_same_bits(handed: list[list[rig.Handed]]) 
     assert one.parameters.fingerprint() == reversed_order.parameters.fingerprint(), "integers are added in any order"
 
 
-@pytest.mark.extended
 def test_images_that_are_not_selected_do_not_train(handed: list[list[rig.Handed]]) -> None:
     """The gradient is that of a group in which the others have an advantage of 0, over fewer rows."""
     meta, tickets = handed[0][0]
@@ -103,7 +102,6 @@ def in_two_tickets(group: rig.Handed) -> rig.Handed:
     return replace(meta, tickets=2), halves
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(("samples", "steps"), [(1, 1), (2, 3), (4, 3)])
 def test_micro_batching_changes_only_roundings(handed: list[list[rig.Handed]], samples: int, steps: int) -> None:
     one = rig.trainer(rig.tiny_config())
@@ -118,7 +116,6 @@ def test_micro_batching_changes_only_roundings(handed: list[list[rig.Handed]], s
     assert (gradients[0] - gradients[1]).norm() < 1e-4 * gradients[0].norm()
 
 
-@pytest.mark.extended
 def test_the_first_optimizer_step_has_ratio_one(handed: list[list[rig.Handed]]) -> None:
     worker = rig.trainer(rig.tiny_config())
     for step, batch in enumerate(handed):
@@ -129,7 +126,6 @@ def test_the_first_optimizer_step_has_ratio_one(handed: list[list[rig.Handed]]) 
         assert {span.name for span in stats.spans} == {"forward", "backward", "optimizer"} | probed
 
 
-@pytest.mark.extended
 def test_two_updates_of_a_batch_are_centred_on_its_start(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
     config = rig.tiny_config(updates_per_batch=2)
     config.algorithm.clip_range = 1e9
@@ -151,7 +147,6 @@ def test_two_updates_of_a_batch_are_centred_on_its_start(sampler: rig.Sampler, h
     assert late.metrics["ratio_deviation_squared"] == 0.0
 
 
-@pytest.mark.extended
 def test_kl_to_the_base_is_zero_at_the_start_and_grows(sampler: rig.Sampler, handed: list[list[rig.Handed]]) -> None:
     config = rig.tiny_config()
     config.algorithm.kl_coef = 0.04
@@ -160,7 +155,6 @@ def test_kl_to_the_base_is_zero_at_the_start_and_grows(sampler: rig.Sampler, han
     assert kl[0] == 0.0 and 0 < kl[1] < kl[2]
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(("how", "blocks"), [("full", [True, True]), ("every_2", [True, False])])
 def test_gradient_checkpointing_gives_the_same_weights(
     how: str, blocks: list[bool], handed: list[list[rig.Handed]]
@@ -173,7 +167,6 @@ def test_gradient_checkpointing_gives_the_same_weights(
     assert rig.distance(rig.weights(plain), rig.weights(saving)) < 1e-6
 
 
-@pytest.mark.extended
 def test_ema_and_learning_rate_follow_their_counters(handed: list[list[rig.Handed]]) -> None:
     config = rig.tiny_config(ema_decay=0.9, ema_every=2, warmup_steps=2, lr_schedule="linear")
     config.total_steps = 4
@@ -206,7 +199,6 @@ def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
     assert rig.update(resumed, 2, handed[0]).metrics["kl"] > 0, "the reference is the warm start, not what was resumed"
 
 
-@pytest.mark.extended
 def test_the_reference_is_set_anew_every_n_steps() -> None:
     """With n = 2 the KL of a step is 0 at steps 0, 2 and 4: the weights that begin it are the reference."""
     config = rig.tiny_config()

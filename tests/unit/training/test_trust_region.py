@@ -68,7 +68,6 @@ def _velocities(sampler: rig.Sampler, trajectory: Any) -> list[Tensor]:
         ]
 
 
-@pytest.mark.extended
 def test_measured_kl_is_that_of_another_calculation(handed: list[list[rig.Handed]]) -> None:
     given = config()
     worker = rig.trainer(given)
@@ -80,13 +79,11 @@ def test_measured_kl_is_that_of_another_calculation(handed: list[list[rig.Handed
         assert metrics[f"kl_per_update/{step}"] == pytest.approx(nats, rel=1e-3)
 
 
-@pytest.mark.extended
 def test_without_a_limit_every_tenth_update_is_measured(handed: list[list[rig.Handed]]) -> None:
     _, lines = trained(config(), [handed[0]] * 11)
     assert [index for index, line in enumerate(lines) if "kl_per_update" in line] == [0, 10]
 
 
-@pytest.mark.extended
 def test_a_long_step_is_scaled_to_the_limit(handed: list[list[rig.Handed]]) -> None:
     first, (unbounded,) = trained(config(), handed[:1])
     limit = unbounded["kl_per_update"] / 50
@@ -104,7 +101,6 @@ def test_a_long_step_is_scaled_to_the_limit(handed: list[list[rig.Handed]]) -> N
         )
 
 
-@pytest.mark.extended
 def test_measuring_changes_no_bit_and_nor_does_a_limit_that_is_kept(handed: list[list[rig.Handed]]) -> None:
     configs = (config(images=0), config(), config(1e9))
     digests = {trained(given, handed)[0].parameters.fingerprint() for given in configs}
