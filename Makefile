@@ -45,7 +45,7 @@ test-extended: setup
 # What needs neither a GPU nor root nor minutes.
 ANYWHERE := not (slow or gpu or pretend_gpu or nodes)
 
-# Between two edits: what changed is linted, and what everything rests on is tested, most of it in virtual time.
+# Between two edits: what changed is linted, and what everything rests on is tested, most of it in virtual time; without `extended`.
 CHANGED = $(shell git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')
 CORE := tests/unit/algorithms tests/unit/config tests/unit/data $(wildcard tests/unit/test_*.py)
 

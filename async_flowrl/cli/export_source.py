@@ -50,7 +50,7 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
 
     `average` prefers the moving average (EMA) of the weights; `base` replaces the known base model.
     """
-    if base is not None:
+    if base is not None and "/" not in base:
         local_index(base)  # which refuses what is neither a folder nor a name of the hub
     if (checkpoint := _checkpoint(path)) is None:
         return _read_lora(path, base)
@@ -59,7 +59,8 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     try:
         held = read_checkpoint(checkpoint)
     except ValueError as error:
-        raise ValueError(f"{error}; SOURCE={run} would be its newest sound one") from error
+        sound = find_checkpoint(checkpoint.parent)
+        raise ValueError(f"{error}" + (f"; SOURCE={sound} is sound" if sound else "")) from error
     part = "ema" if average and "ema" in held.tensors else "weights"
     tensors, adapter, model = held.tensors[part], held.trainer["lora"], _model(base, config)
     weights: LoraFile | Mapping[str, Tensor] = tensors

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     option = command_line.add_argument
     option("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a folder of a --multirun")
-    option("--out", type=Path, help="file to write, or a folder for report.html")
+    option("--out", type=Path, help="file to write, or an existing folder for report.html")
     option("--max-mib", type=float, help="MiB of images in the page (default: monitor.report_mib of the runs)")
     options = command_line.parse_args(arguments)
     try:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ class RunFiles:
     @property
     def began(self) -> int:
         """The first step: 0, or that of another run's checkpoint, from which this one went on."""
-        return int(self.history[0]["step"]) if self.history and self.history[0]["event"] == "rollback" else 0
+        opening = list(takewhile(lambda event: event["event"] != "ticket", self.history))
+        rollbacks = [int(event["step"]) for event in opening if event["event"] == "rollback"]
+        return rollbacks[-1] if opening[:1] and opening[0]["event"] == "rollback" else 0
 
     @cached_property
     def finished(self) -> list[Event]:

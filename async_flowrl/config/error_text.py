@@ -39,7 +39,7 @@ def _digits(text: str) -> str:
 
 def as_written(value: Any) -> str:
     """Returns a value as it is written on the command line, e.g. "null" for None."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False).replace("Infinity", "inf")
 
 
 def in_one_line(error: BaseException) -> str:

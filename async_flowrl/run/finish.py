@@ -68,6 +68,7 @@ async def finish(run: Run, ctx: Context) -> dict[str, Any]:
         history = list(read_events(directory.events))
         summary = summarise(config, run.ledgers.metrics.read(), history, counted, run.peak_flops)
         summary["sync"]["worker_stall_seconds"] = worker_stall(history, summary["pools"][ROLLOUT])
+        summary["steps"] = ctx.table.step  # Also where another run's checkpoint had all of them.
         summary["total_steps"] = config.total_steps
         summary["evaluation_prompts"] = run.prepared.requests.evaluated
         summary["prompts"] = prompts_of(run.prepared)

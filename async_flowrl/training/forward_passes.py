@@ -180,6 +180,8 @@ class ForwardPasses:
         try:
             output = algorithm.loss(batch, current, needed)
         except KeyError as error:
+            if reward is not None:  # It may be the reward's own.
+                raise
             has = f"a prediction has {', '.join(current)}, and `needs` gives {', '.join(needed) or 'none'}"
             raise ValueError(f"the loss of algorithm {algorithm.name} finds no {error}: {has}") from error
         for name, value in (("loss", output.loss), *output.metrics.items()):
