@@ -38,7 +38,7 @@ IN_PROCESSES := -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadgroup --no
 pytest: setup
 	$(RUN) -m pytest $(IN_PROCESSES)
 
-# More cases, families and recipes of what `make test` covers: four of 1,000 branches are reached by these alone.
+# More cases, families and recipes of what `make test` covers: under 1 % of the branches are reached by these alone.
 test-extended: setup
 	$(RUN) -m pytest $(IN_PROCESSES) -m "extended and $(ANYWHERE)"
 

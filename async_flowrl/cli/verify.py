@@ -70,7 +70,7 @@ class RunFiles:
         """The first step: 0, or that of another run's checkpoint, from which this one went on."""
         opening = list(takewhile(lambda event: event["event"] != "ticket", self.history))
         rollbacks = [int(event["step"]) for event in opening if event["event"] == "rollback"]
-        return rollbacks[-1] if opening[:1] and opening[0]["event"] == "rollback" else 0
+        return rollbacks[-1] if opening and opening[0]["event"] == "rollback" else 0
 
     @cached_property
     def finished(self) -> list[Event]:
