@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -191,13 +191,29 @@ class Names:
         return self.engine(name), 0
 
 
-def unpacked(
-    live: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: Names, gather: Gather
-) -> dict[str, Tensor]:
-    """Returns the `live` parameters under diffusers' names and in its `shapes`; `gather` joins shards. ValueError."""
-    packed = names.packed
-    shards = {part: shard for name, tensor in live.items() for part, shard in _parts(name, tensor, shapes, packed)}
-    return {name: _whole(name, shards.get(names.engine(name)), shape, gather) for name, shape in shapes.items()}
+class Unpacked(Mapping[str, Tensor]):
+    """The engine's parameters under diffusers' names and in its shapes, each joined from all shards when it is read.
+
+    All ranks must read the same names in the same order. Nothing keeps what was joined: the ranks may have room for no
+    more than their shares.
+    """
+
+    def __init__(self, live: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: Names, gather: Gather) -> None:
+        """`live` are this rank's parameters, `shapes` the whole ones', and `gather` joins shards."""
+        self._shapes, self._names, self._gather, packed = shapes, names, gather, names.packed
+        self._shards = {
+            part: shard for name, each in live.items() for part, shard in _parts(name, each, shapes, packed)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises ValueError if the engine has no such parameter, or has it in another shape."""
+        return _whole(name, self._shards.get(self._names.engine(name)), self._shapes[name], self._gather)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def _parts(

@@ -20,7 +20,7 @@ from vllm_omni.platforms import current_omni_platform
 
 from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.registry import ResolvedModel
-from async_flowrl.rollout.vllm_omni.engine_settings import STORE_PORT, Names, NetworkShapes, unpacked
+from async_flowrl.rollout.vllm_omni.engine_settings import STORE_PORT, Names, NetworkShapes, Unpacked
 from async_flowrl.types import EMA, POLICY, Conditioning, EncoderInput
 from checkpoint_engine import (
     EVALUATION,
@@ -53,7 +53,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):  # type: ignore[mis
         live = {name: parameter.detach() for name, parameter in network.named_parameters()}
         flat = not any(name.endswith(".to_out.0") for name, _ in network.named_modules())
         names = Names(self.lora_manager._packed_modules_mapping, flat)
-        digest = base_digest(unpacked(live, shapes.base, names, tensor_model_parallel_all_gather))
+        digest = base_digest(Unpacked(live, shapes.base, names, tensor_model_parallel_all_gather))
         adapters = Adapters(self.lora_manager, names, shapes, config.lora)
         check_adaptable(network, adapters.modules)
         self._rollout_adapters = adapters

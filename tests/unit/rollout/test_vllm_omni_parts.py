@@ -1,5 +1,6 @@
 """Tests of the vllm_omni engine's parts that do not need vllm: names, shapes, arguments and replies."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from async_flowrl.config.schema import Config, LoraConfig
 from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError, reply
-from async_flowrl.rollout.vllm_omni.engine_settings import Names, network_shapes, unpacked
+from async_flowrl.rollout.vllm_omni.engine_settings import Names, Unpacked, network_shapes
 from checkpoint_engine import base_digest
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import adapted_policy
@@ -63,17 +64,18 @@ def test_base_weights_come_back_from_packing_and_sharding(ranks: int, shared_mod
     transformer = shared_models.tiny.transformer
     tensors = {name: parameter.detach() for name, parameter in transformer.named_parameters()}
     shards = [packed_as_the_engine(tensors, rank, ranks) for rank in range(ranks)]
-    requested: list[int] = []
+    joined: list[weakref.ref[Tensor]] = []
 
     def gather(tensor: Tensor, dimension: int) -> Tensor:
-        """Every rank asks for its own shard of the same parameter, in the same order."""
-        requested.append(dimension)
-        others = [find(tensor, shards[0], shard) for shard in shards]
-        return torch.cat(others, dim=dimension)
+        """Every rank asks for its own shard of the same parameter, in the same order, and has one whole at a time."""
+        assert all(whole() is None for whole in joined[:-1])
+        whole = torch.cat([find(tensor, shards[0], shard) for shard in shards], dim=dimension)
+        joined.append(weakref.ref(whole))
+        return whole
 
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert base_digest(unpacked(shards[0], shapes, NAMES, gather)) == base_digest(tensors)
-    assert bool(requested) == (ranks > 1)
+    assert base_digest(Unpacked(shards[0], shapes, NAMES, gather)) == base_digest(tensors)
+    assert bool(joined) == (ranks > 1)
 
 
 def find(tensor: Tensor, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
