@@ -127,19 +127,23 @@ class Seats:
             while len(self._occupied) + len(self._waiting) < self._most:
                 if not await self._ask(self._reserve_one, False):
                     return None
-        waiting = list(self._waiting)
-        nodes: list[str | None] = await self._ask(lambda: [_node_of(group) for group in waiting], [])
-        ending = await self.departing() if any(nodes) else {}
-        for group, node in zip(waiting, nodes, strict=False):
-            if node is None or group not in self._waiting:
-                continue
-            if node in ending:
-                self._waiting.remove(group)
-                await self._remove(group)
-                continue
-            self._occupied.append(group)
+        while (found := await self._ask(self._first_placed, None)) is not None:
+            group, node = found
+            ending = await self.departing()
+            if group not in self._waiting:
+                continue  # another caller has taken it meanwhile
             self._waiting.remove(group)
-            return ReservedSeat(group, 0, self._needs, node)
+            if node not in ending:
+                self._occupied.append(group)
+                return ReservedSeat(group, 0, self._needs, node)
+            await self._remove(group)
+        return None
+
+    def _first_placed(self) -> tuple[PlacementGroup, str] | None:
+        # Groups are placed mostly in the order of their requests, so this rarely asks for all that wait.
+        for group in list(self._waiting):
+            if (node := _node_of(group)) is not None:
+                return group, node
         return None
 
     def _reserve_one(self) -> bool:

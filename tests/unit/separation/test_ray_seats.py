@@ -19,7 +19,7 @@ class Cluster:
         self.ending: dict[str, float] = {}
         self.waiting: list[int] = []
         self.placed: dict[int, str] = {}
-        self.asked = 0
+        self.asked = self.looked_at = 0
 
     def ask(self, bundles: Any, strategy: str) -> int:
         assert bundles == [{"CPU": 1.0}]
@@ -28,6 +28,7 @@ class Cluster:
         return self.asked
 
     def table(self, group: int) -> dict[str, Any]:
+        self.looked_at += 1
         while self.waiting and self.room:
             self.placed[self.waiting.pop(0)] = self.room.pop(0)
         if group in self.placed:
@@ -73,6 +74,14 @@ def test_all_that_is_missing_is_asked_for_and_what_there_is_is_taken(cluster: Cl
         assert not coming.done()
         cluster.room.append("c")
         assert (await coming).node == "c" and cluster.asked == 4
+
+    within(20.0, main())
+
+
+def test_a_large_pool_looks_at_each_group_once(cluster: Cluster) -> None:
+    async def main() -> None:
+        cluster.room += ["a"] * 100
+        assert len(await Seats({"CPU": 1.0}, 100, []).available(15.0)) == cluster.looked_at == 100
 
     within(20.0, main())
 
