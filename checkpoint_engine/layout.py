@@ -1,9 +1,12 @@
 """Layout of many named tensors in one flat byte buffer, the form in which a version is sent and stored."""
 
 import math
+import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 import xxhash
@@ -59,6 +62,14 @@ class Layout:
         # Two numbers are enough: a layout is looked up in caches for every version, and a model has 2,000 entries.
         return hash((self.nbytes, len(self.entries)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It goes to every receiver with every version: it is packed once, and unpacked once in a process.
+        return _unpacked, (self._packed,)
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return zlib.compress(pickle.dumps((self.entries, self.nbytes)))
+
     @cached_property
     def hash(self) -> str:
         return combine(f"{e.name}|{e.shape}|{e.dtype}|{e.offset}" for e in self.entries)
@@ -106,6 +117,11 @@ class Layout:
                 return f"{name} has dtype {match.dtype}, expected {entry.dtype}"
         extra = sorted(theirs.keys() - mine.keys())
         return f"{extra[0]} is not expected" if extra else "the tensors are equal but lie at other offsets"
+
+
+@lru_cache(maxsize=8)
+def _unpacked(packed: bytes) -> Layout:
+    return Layout(*pickle.loads(zlib.decompress(packed)))
 
 
 class RunningDigests:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoint_engine import Layout, base_digest, weights_digest
+from checkpoint_engine.base import Draft
 from checkpoint_engine.digest import digest_span
 from checkpoint_engine.layout import RunningDigests
 from tests.unit.checkpoint_engine.engine_parts import flipped, lora
@@ -37,6 +38,18 @@ def test_difference_names_the_tensor(change, message) -> None:
     change(other)
     difference = Layout.of(lora()).difference(Layout.of(other))
     assert difference is not None and re.search(message, difference), difference
+
+
+def test_a_header_travels_in_few_bytes_and_its_layout_is_unpacked_once() -> None:
+    """The controller sends one to every receiver with every version; Ray stores what is longer than 100 KiB."""
+    names = [f"transformer_blocks.{i}.attn.add_q_proj.lora_{side}.weight" for i in range(1000) for side in "AB"]
+    layout = Layout.of(dict.fromkeys(names, torch.empty(64, 4, device="meta")))
+    header = Draft("policy", 0, layout, 1.0, 1).sealed((bytes(16),) * len(names))
+    sent = pickle.dumps(header)
+    came, again = pickle.loads(sent), pickle.loads(sent)
+    assert len(sent) < 60_000
+    assert came == header and came.is_consistent() and came.layout.hash == layout.hash
+    assert came.layout is again.layout
 
 
 def test_views_cover_exactly_their_bytes() -> None:
