@@ -188,6 +188,7 @@ def test_what_only_the_slow_lane_runs_composes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_it_runs_as_it_is_written(folder: str, clone: Path) -> None:
     """All of a page in order, by bash, with every step; loops, servers in the background and sweeps included."""
