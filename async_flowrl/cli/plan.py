@@ -1,11 +1,9 @@
 """async-flowrl plan: `--memory`, `--fit` (recipes and hardware), `--rehearse` (on fake tensors) or `--from-run`."""
 
-import logging
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from async_flowrl.config.error_text import quieter
 from async_flowrl.observability.terminal import refuse
 
 # Option → the module of this folder whose `main` it runs; without one of them it is that of `--from-run`.
@@ -17,8 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option = next((mode for mode in MODES if mode in words), None)
     module = import_module(f"async_flowrl.cli.{MODES[option] if option else 'plan_from_run'}")
     try:
-        with quieter("transformers.utils.import_utils", logging.ERROR):  # an image processor here is Pillow's
-            module.main([word for word in words if word != option])
+        module.main([word for word in words if word != option])
     except ValueError as error:
         return refuse(error)
     except MemoryError as error:  # the bytes of a version are real host memory in a rehearsal too

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Ends this process with the exit code of `main`, the entry point of a verb; of Ctrl-C, with a line on stderr."""
     show_what_can_be_shown()
+    # transformers asks for torchvision, and image processors here are Pillow's.
+    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     try:
         try:
             code: Any = main()

@@ -58,6 +58,12 @@ def test_the_console_command_runs_every_tool(monkeypatch: pytest.MonkeyPatch) ->
         assert verbs.main() == 0 and sys.argv[1:] == ["--help"]
 
 
+def test_a_good_configuration_leaves_stderr_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path))  # it builds the model, for which it imports the pipeline
+    done = command("train", "model=tiny_sd3", "dry_run=true")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_console_command_itself(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     done = command("verify_")
     assert done.returncode == 2 and "did you mean 'verify'" in done.stderr
