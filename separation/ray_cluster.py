@@ -255,11 +255,12 @@ class RaySession:
         # A placement group on one node if one has room now, otherwise on few. If another user takes the room meanwhile,
         # the request for one node is replaced after ONE_NODE_SECONDS. Bundles that must be on different nodes are
         # requested once.
-        one_or_few = (packing(reservation, free_by_node()), PACK)
-        for strategy in (STRICT_SPREAD,) if reservation.apart else dict.fromkeys(one_or_few):
+        several = len(reservation.bundles) > 1 and not reservation.apart
+        first = packing(reservation, free_by_node()) if several else PACK
+        for strategy in (STRICT_SPREAD,) if reservation.apart else dict.fromkeys((first, PACK)):
             group = placement_group([dict(bundle) for bundle in reservation.bundles], strategy=strategy)
             self._placement_groups.append(group)
-            if strategy != STRICT_PACK or len(reservation.bundles) == 1:
+            if strategy != STRICT_PACK:
                 break
             with suppress(TimeoutError):
                 await asyncio.wait_for(_created(group), ONE_NODE_SECONDS)
