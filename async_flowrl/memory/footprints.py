@@ -269,7 +269,8 @@ def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
     # A LoRA's versions are small and left out. The first rank alone sends; what it gathers from shares is not pinned.
     # `certain` leaves out room for versions that may never be held.
     if not model.full:
-        return base_share(config, model) if config.trainer.cpu_offload else 0
+        # FSDP2 pins each tensor's rows by themselves, and torch rounds what it pins up to a power of two.
+        return (1 if certain else 2) * base_share(config, model) if config.trainer.cpu_offload else 0
     if config.in_shares:
         return (1 if certain else sent_versions(config)) * model.version_bytes
     return (kept_versions(config) if certain else sent_versions(config)) * pinned_bytes(model.version_bytes)

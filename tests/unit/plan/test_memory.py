@@ -35,6 +35,7 @@ from async_flowrl.rewards.clip import VIT_H, VIT_L, PickScore
 from async_flowrl.tickets.arithmetic import ticket_bytes
 from async_flowrl.training.exact import ExactSum
 from async_flowrl.training.parts import World
+from checkpoint_engine.side_stream import pinned_bytes
 from tests.support.allocations import Allocations
 from tests.support.families import NAMES, how, model_config, tiny_model
 from tests.support.fused_attention import fused_attention
@@ -115,6 +116,13 @@ def test_each_stream_of_whole_weights_pins_its_versions() -> None:
     assert host_bytes(config, model) == alone + alone // (config.live_versions + 2), "the next one to be evaluated"
     config.trainer.ema_decay = 0.9
     assert host_bytes(config, model) == 2 * alone > 0
+
+
+def test_an_offloaded_base_is_planned_as_torch_pins_it(shared_models: SharedModels) -> None:
+    config = compose_config("one_step_off", ["model=tiny", "trainer.cpu_offload=true"])
+    sizes = [parameter.nbytes for parameter in shared_models.tiny.transformer.parameters()]
+    surely, at_most = (host_bytes(config, model_sizes(config), certain=certain) for certain in (True, False))
+    assert sum(sizes) == surely < sum(map(pinned_bytes, sizes)) <= at_most
 
 
 def test_a_loss_through_the_reward_counts_the_reward_and_the_vae() -> None:
