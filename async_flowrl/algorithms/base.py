@@ -13,7 +13,7 @@ algorithm asks for by name in `needs`; it passes the results on as a mapping fro
 All calls use the same shapes, grad mode and code, so equal weights give bit-equal predictions.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
@@ -170,6 +170,13 @@ def keeps_proximal(algorithm: Algorithm) -> bool:
 
 def differentiates_reward(algorithm: Algorithm) -> bool:
     return bool(getattr(algorithm, "differentiates_reward", False))
+
+
+def check_tuples(algorithm: object, members: Iterable[str]) -> None:
+    """Raises ValueError for a member that is a text, of which each letter would be a name."""
+    for member in members:
+        if isinstance(text := getattr(algorithm, member), str):
+            raise ValueError(f"`{member}` of an algorithm must be a tuple of names, such as ({text!r},), got {text!r}")
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.algorithms.advantage import GroupAdvantages
-from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, draw
+from async_flowrl.algorithms.base import LossOutput, MicroBatch, Prediction, Velocity, check_tuples, draw
 from async_flowrl.algorithms.flow_grpo import clipped_surrogate
 from async_flowrl.algorithms.sde import mean_over_latent
 from async_flowrl.config.error_text import unknown_name
@@ -34,6 +34,7 @@ class FinalImages(GroupAdvantages, ABC):
 
     def __init__(self, config: AlgorithmConfig, *, correction: str = "none") -> None:
         super().__init__(config)
+        check_tuples(self, ("predicts", "uses"))
         self.reads = self.predicts
         if type(self).predict is FinalImages.predict and (wrong := set(self.predicts).difference(PREDICTED)):
             raise ValueError(unknown_name("each of `predicts`", min(wrong), PREDICTED))

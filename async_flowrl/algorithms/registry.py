@@ -5,14 +5,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
 from async_flowrl.algorithms.awm import AWM
-from async_flowrl.algorithms.base import Algorithm, differentiates_reward
+from async_flowrl.algorithms.base import Algorithm, check_tuples, differentiates_reward
 from async_flowrl.algorithms.crd import CRD
 from async_flowrl.algorithms.dgpo import DGPO
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
@@ -130,9 +129,6 @@ def _factory(name: str) -> Any:
 
 
 def _built(factory: Any, config: AlgorithmConfig, correction: str) -> Any:
-    for member in ("predicts", "reads", "needs", "uses"):
-        if isinstance(text := getattr(factory, member, ()), str):
-            raise ValueError(f"`{member}` of {config.name} must be a tuple of names, such as ({text!r},), got {text!r}")
     check_options("algorithm.options", factory, config.options, beside=("config", "correction"))
     try:
         return factory(config, correction=correction, **config.options)
@@ -163,8 +159,7 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
     if math.isinf(config.adv_clip_max) and (config.name in (DiffusionNFT.name, CRD.name) or config.adv_clip == "tanh"):
         raise ValueError(f"algorithm.adv_clip_max=inf would make every loss of {config.name} infinite: give a number")
     if config.options and config.name in BUILT_IN:
-        options = dict(config.options)
-        raise ValueError(f"algorithm.options are for algorithms of your own, got {options} for {config.name}")
+        raise ValueError(f"{config.name} has no algorithm.options, as one of your own may, got {dict(config.options)}")
 
 
 def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: int) -> None:
@@ -249,6 +244,7 @@ def _check_run(algorithm: Algorithm, run: Config) -> None:
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:
     if missing := [member for member in MEMBERS if not hasattr(algorithm, member)]:
         raise ValueError(f"{config.name} is not an algorithm: it lacks {', '.join(missing)}")
+    check_tuples(algorithm, ("predicts", "reads", "needs"))
     if unknown := [name for name in algorithm.needs if name not in PREDICTIONS]:
         raise ValueError(unknown_name(f"`needs` of {config.name}", unknown[0], PREDICTIONS))
     if missing := [key for key in algorithm.reads if key not in algorithm.predicts]:
@@ -311,15 +307,11 @@ def unused_field(config: AlgorithmConfig) -> str | None:
     """Returns a sentence on the first field that is set and that the algorithm does not use; None if there is none."""
     if config.name not in (*NOISY, *FINAL):
         return None
-    defaults = AlgorithmConfig()
-    for member in fields(config):
-        value, used_by = getattr(config, member.name), USED_BY.get(member.name)
-        if used_by is None or config.name in used_by or value == getattr(defaults, member.name):
-            continue
-        if member.name in SAYS_NOTHING and value == SAYS_NOTHING[member.name]:
+    for name, default in vars(AlgorithmConfig()).items():
+        value, used_by = getattr(config, name), USED_BY.get(name)
+        if used_by is None or config.name in used_by or value in (default, SAYS_NOTHING.get(name, default)):
             continue
         use = f"{', '.join(used_by)} {'uses' if len(used_by) == 1 else 'use'} it"
-        meant = " (TRL's beta is algorithm.kl_coef here)" if member.name == "beta" else ""
-        setting = f"algorithm.{member.name}={as_written(value)}"
-        return f"{setting} has no effect with {config.name}: leave it out{meant}; {use}"
+        meant = " (TRL's beta is algorithm.kl_coef here)" if name == "beta" else ""
+        return f"algorithm.{name}={as_written(value)} has no effect with {config.name}: leave it out{meant}; {use}"
     return None

@@ -174,16 +174,11 @@ class ForwardPasses:
         if frozen.on_policy:
             of_batch["behaviour"] = detached(current)
         needed = {name: of for name, of in of_batch.items() if name in algorithm.needs}
-        if batch.group_means is None and (terms := getattr(algorithm, "group_terms", None)) is not None:
+        if batch.group_means is None and hasattr(algorithm, "group_terms"):
             seen = {name: of for name, of in needed.items() if name in OF_GROUPS}
-            batch = replace(batch, group_means=means_of_levels(batch, terms(batch, detached(current), seen)))
-        try:
-            output = algorithm.loss(batch, current, needed)
-        except KeyError as error:
-            if reward is not None:  # It may be the reward's own.
-                raise
-            has = f"a prediction has {', '.join(current)}, and `needs` gives {', '.join(needed) or 'none'}"
-            raise ValueError(f"the loss of algorithm {algorithm.name} finds no {error}: {has}") from error
+            terms = self._result("group_terms", batch, detached(current), seen)
+            batch = replace(batch, group_means=means_of_levels(batch, terms))
+        output: LossOutput = self._result("loss", batch, current, needed)
         for name, value in (("loss", output.loss), *output.metrics.items()):
             if getattr(value, "shape", None) != batch.sigma.shape:
                 given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -200,7 +195,7 @@ class ForwardPasses:
         sums = list[Tensor]()
         for index, batch in enumerate(batches):
             frozen = {name: of[index] for name, of in compared.items() if name in OF_GROUPS}
-            terms: Tensor = cast("Any", self._inputs.algorithm).group_terms(batch, current[index], frozen)
+            terms: Tensor = self._result("group_terms", batch, current[index], frozen)
             by_level = terms.reshape(len(set(batch.steps.tolist())), -1, terms.shape[-1])
             sums.append(by_level.sum(dim=1))
         levels: list[list[float]] = torch.cat(sums).tolist()
@@ -214,8 +209,19 @@ class ForwardPasses:
     def behaviour_gap(self, batch: MicroBatch, behaviour: Prediction) -> Tensor | None:
         """Returns the mean of |behaviour log-prob - recorded one|, trainer against engine at equal weights; or None."""
         rows = len(next(iter(cast("dict[str, Tensor]", behaviour).values())))
-        metrics = self._inputs.algorithm.loss(first_rows(batch, rows), behaviour, {}).metrics
+        metrics = self._result("loss", first_rows(batch, rows), behaviour, {}).metrics
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
+
+    def _result(self, method: str, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> Any:
+        """Returns what `loss` or `group_terms` does. Raises ValueError that names a tensor which it does not find."""
+        algorithm = self._inputs.algorithm
+        try:
+            return getattr(algorithm, method)(batch, current, frozen)
+        except KeyError as error:
+            if batch.score is not None:  # It may be the reward's own.
+                raise
+            has = f"a prediction has {', '.join(current)}, and it is given {', '.join(frozen) or 'no other'}"
+            raise ValueError(f"the {method} of algorithm {algorithm.name} finds no {error}: {has}") from error
 
     def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:
         if "behaviour" in self._inputs.algorithm.needs:

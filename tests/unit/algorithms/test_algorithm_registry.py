@@ -134,6 +134,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def test_own_algorithm_by_path(own: types.ModuleType) -> None:
+    own.Mine.uses = "any text"  # which has a meaning on final images only
     algorithm: Any = build(name="own_algorithms:Mine", options={"strength": 3.0}, correction="mask")
     assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and "behaviour" in algorithm.needs
 
@@ -143,15 +144,18 @@ def test_own_algorithm_by_path(own: types.ModuleType) -> None:
     [
         ("uses", ("references",), "'references'; did you mean 'reference'"),
         ("predicts", ("velocity", "noisd"), "'noisd'; did you mean 'noised'"),
-        ("predicts", "velocity", "must be a tuple"),
+        ("predicts", "velocity", "`predicts` of an algorithm must be a tuple"),
+        ("uses", "reference", "`uses` of an algorithm must be a tuple"),
     ],
 )
 def test_an_own_algorithm_may_name_only_predictions_that_there_are(
     member: str, names: tuple[str, ...] | str, named: str, own: types.ModuleType
 ) -> None:
-    own.Misspelt = type("Misspelt", (own.OnImages,), {member: names})
-    with pytest.raises(ValueError, match=named):
-        build(name="own_algorithms:Misspelt", final_images=True)
+    misspelt = own.Misspelt = type("Misspelt", (own.OnImages,), {member: names})
+    own.function = lambda config, *, correction: misspelt(config, correction=correction)
+    for factory in ("Misspelt", "function"):
+        with pytest.raises(ValueError, match=named):
+            build(name=f"own_algorithms:{factory}", final_images=True)
 
 
 @pytest.mark.parametrize(

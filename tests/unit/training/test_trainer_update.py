@@ -219,8 +219,28 @@ class Undeclared(FlowGRPO):
         return super().loss(batch, dict(current)["error"], frozen)  # type: ignore[arg-type]
 
 
+class UndeclaredTerm(FlowGRPO):
+    def group_terms(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> torch.Tensor:
+        return frozen["average"]["log_prob"]
+
+
+class WithoutProbe(FlowGRPO):
+    def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
+        super().__init__(config, correction=correction)
+        self.needs = ("behaviour",)
+
+    def loss(self, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> LossOutput:
+        return super().loss(batch, {**frozen["behaviour"], **current}, frozen)
+
+
 @pytest.mark.parametrize(
-    ("name", "named"), [("OneNumber", "flow_grpo must be a tensor"), ("Undeclared", "finds no 'error'")]
+    ("name", "named"),
+    [
+        ("OneNumber", "flow_grpo must be a tensor"),
+        ("Undeclared", "the loss of algorithm flow_grpo finds no 'error'"),
+        ("UndeclaredTerm", "the group_terms of algorithm flow_grpo finds no 'average'"),
+        ("WithoutProbe", "the loss of algorithm flow_grpo finds no 'behaviour'"),
+    ],
 )
 def test_a_loss_that_gives_or_reads_what_it_must_not_is_refused(
     name: str, named: str, handed: list[list[rig.Handed]]
