@@ -69,8 +69,8 @@ class RunFiles:
     def began(self) -> int:
         """The first step: 0, or that of another run's checkpoint, from which this one went on."""
         opening = list(takewhile(lambda event: event["event"] != "ticket", self.history))
-        rollbacks = [int(event["step"]) for event in opening if event["event"] == "rollback"]
-        return rollbacks[-1] if opening and opening[0]["event"] == "rollback" else 0
+        rollbacks = [event for event in opening if event["event"] == "rollback"]
+        return int(rollbacks[-1]["step"]) if any(event.get("elsewhere") for event in rollbacks) else 0
 
     @cached_property
     def finished(self) -> list[Event]:
@@ -155,7 +155,6 @@ def version_chain(run: RunFiles) -> str:
             acknowledged += 1
             if {event["digest"]} != run.sent.get((event["stream"], event["version"])):
                 raise Broken(f"{event['worker']} acknowledged other bytes as version {event['version']} than were sent")
-    for event in run.history:
         if event["event"] == "ticket" and event["state"] in FINAL_STATES:
             streams = ("policy",) if event["kind"] == TRAIN else ("policy", "ema")
             if not any(event["digest"] in run.sent.get((stream, event["version"]), ()) for stream in streams):

@@ -115,8 +115,7 @@ async def train(ending: Ending, resume: Resume, display: Display) -> int:
         summary = await train_until(ending, resume, display)
         return conclude(ending, summary)
     except Exception as error:
-        version = last_resort(error, stop, directory)
-        if version is None:
+        if (version := last_resort(error, stop, directory)) is None:
             raise
         logger.exception("workers died after the run was asked to stop")
         say(
@@ -215,10 +214,9 @@ def open_ledgers(
     if resume.forced:
         forget_scores(directory.scores, step=resume.version)
     if continued:
-        events.event("rollback", step=resume.version)
-    events.event(
-        "inputs", **inputs_of(prepared.requests), forced=list(resume.forced), placement=prepared.config.placement
-    )
+        elsewhere = resume.path is not None and resume.path.parent.resolve() != directory.checkpoints.resolve()
+        events.event("rollback", step=resume.version, elsewhere=elsewhere)
+    events.event("inputs", **inputs_of(prepared.requests), forced=list(resume.forced), placement=config.placement)
     monitor = Monitor(config.monitor, directory.root, name=config.name, settings=asdict(config), display=display)
     return Ledgers(events, pools, metrics, evaluations, monitor)
 

@@ -78,10 +78,12 @@ def test_a_resumed_run_passes_and_its_undone_steps_do_not_count(tmp_path: Path, 
     assert {name for name, (ok, _) in rows(root).items() if ok} == set(rows(root)), rows(root)
     forgotten = [e for e in history if e["event"] != "rollback"]
     assert not rows(write_run(tmp_path, finished, forgotten))["exactly once"][0]
-    write_run(tmp_path, finished, [history[killed], INPUTS, *again])  # of another run, whose first steps are not here
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in finished.lines[2:]))
-    assert {name for name, (ok, _) in rows(tmp_path).items() if ok} == set(rows(tmp_path)), rows(tmp_path)
-    anew = [history[killed], history[killed] | {"step": 0}]  # killed there before it had a checkpoint of its own
+    for began in (elsewhere := history[killed] | {"elsewhere": True}, history[killed]):
+        write_run(tmp_path, finished, [began, INPUTS, *again])
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in finished.lines[2:]))
+        # The first steps are another run's, or their events are lost.
+        assert all(ok for ok, _ in rows(tmp_path).values()) == (began is elsewhere), rows(tmp_path)
+    anew = [elsewhere, history[killed] | {"step": 0}]  # killed there before it had a checkpoint of its own
     assert rows(write_run(tmp_path, finished, [*anew, *events]))["exactly once"][0]
 
 
