@@ -50,8 +50,8 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
 
     `average` prefers the moving average (EMA) of the weights; `base` replaces the known base model.
     """
-    if base is not None and "/" not in base:
-        local_index(base)  # which refuses what is neither a folder nor a name of the hub
+    if base is not None:
+        local_index(base, "--base")
     if (checkpoint := _checkpoint(path)) is None:
         return _read_lora(path, base)
     run = checkpoint.parent.parent

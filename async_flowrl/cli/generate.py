@@ -20,7 +20,7 @@ from PIL import Image
 from async_flowrl.cli.options import count, seed
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.models import is_toy
+from async_flowrl.config.models import is_toy, local_index
 from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.data.condition_images import examined
@@ -52,9 +52,11 @@ ANIMATED = (".gif", ".webp")
 def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
     """Configuration for trained weights, or for the base model alone: of their run, or of `run`, else the usual one.
 
-    `model` replaces the base model. Raises ValueError if `trained` holds no weights or no model is known, which
-    `option` would name.
+    `model`, which `option` names, replaces the base model. Raises ValueError if it is none, if `trained` holds no
+    weights, and if no model is known.
     """
+    if model is not None:
+        local_index(model, option)
     if trained is not None:
         if not trained_file.is_whole(trained):
             lora_file.weights_file(trained)
@@ -185,9 +187,8 @@ def arguments_of(
 
 def in_diffusers(arguments: Mapping[str, Any], seed: int = 0, *, edits: bool = False) -> str:
     given = f"prompt=PROMPT{', image=IMAGES' if edits else ''}"
-    keywords, made = "".join(f", {name}={value!r}" for name, value in arguments.items()), "images"
-    if "num_frames" in arguments:
-        made = "frames"
+    keywords = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    made = "frames" if "num_frames" in arguments else "images"
     return f'pipe({given}{keywords}, generator=torch.Generator("cpu").manual_seed({seed})).{made}[0]'
 
 
@@ -267,12 +268,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             changes["resolution"] = with_frames(resolution_option(options.resolution), frames)
         model = replace(config.model, dtype=options.dtype or config.model.dtype)
         how = replace(sampling_of(config), **changes)
-        size: dict[str, Any]
-        out, size = options.out.expanduser(), {"seed": options.seed, "images": options.images}
+        out = options.out.expanduser()
+        sheets_of = partial(generate, model, how, trained, options.prompt, seed=options.seed, images=options.images)
         if (suffix := out.suffix.lower()) not in Image.registered_extensions():
             raise ValueError(f"--out {out}: no format has this ending; e.g. .png, or .webp for videos that move")
-        size |= {"edited": tuple(map(examined, options.image))}
-        sheets = generate(model, how, trained, options.prompt, animated=suffix in ANIMATED, **size)
+        sheets = sheets_of(animated=suffix in ANIMATED, edited=tuple(map(examined, options.image)))
     except ValueError as error:
         return refuse(error)
     out.parent.mkdir(parents=True, exist_ok=True)

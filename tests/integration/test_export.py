@@ -102,7 +102,8 @@ def test_a_damaged_checkpoint_is_not_exported(
     file.write_bytes(content)
     for words, named in (
         ([str(file.parent)], f"weights.safetensors .* SOURCE={sound} "),
-        ([str(tmp_path / "run"), "--base", "nosuch"], "'nosuch' was not found"),
+        ([str(tmp_path / "run"), "--base", "nosuch"], "--base 'nosuch' was not found"),
+        ([str(tmp_path / "run"), "--base", "./nosuch"], "--base './nosuch' was not found"),
     ):
         assert exporting([*words, str(tmp_path / "out")]) == 2
         assert re.search(named, capsys.readouterr().err) and not (tmp_path / "out").exists()
