@@ -32,7 +32,7 @@ CHANGES = ("worker_joined", "worker_left")
 MIN_GRADIENT_KEPT = 0.8
 
 FLAT = (
-    "in {steps} steps in a row the reward gave all images of a prompt the same score, for every prompt, so there was "
+    "the reward gave all images of a prompt the same score, for every prompt (steps in a row: {steps}), so there was "
     "nothing to learn: take a reward that tells them apart, other prompts, or more images per prompt (group_size)"
 )
 
