@@ -101,6 +101,11 @@ def command_of(serve: ServeConfig) -> list[str]:
     return list(command) if is_texts else []
 
 
+def search_path() -> str:
+    """Returns the PATH of servers: the programs of this environment come first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
 def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replaces `{port}` and the other names in `values`. Braces around more than a name stay, for JSON."""
     return [re.sub(r"{(\w+)}", lambda name: values.get(name[1], name[0]), word) for word in words]
@@ -153,8 +158,7 @@ class ServerWorker:
         configured = {name: text.replace("{token}", self._token) for name, text in serve.environment.items()}
         command = filled(command_of(serve), values)
         logger.info("%s: %s", self._name, " ".join(command))
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        environment = {**os.environ, "PATH": path, **configured}
+        environment = {**os.environ, "PATH": search_path(), **configured}
         self._program = Program(command, environment=environment, log=self._log, grace=GRACE_SECONDS)
         url = f"http://{self._host}:{self._port}"
         self._until_healthy(self._program, f"{url}{serve.health}")

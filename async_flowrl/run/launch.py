@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 from async_flowrl.config.check import ConfigError, nccl_obstacle
 from async_flowrl.config.placement import placement_of
 from async_flowrl.config.schema import Config
-from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, is_scoring_pool
+from async_flowrl.config.scoring_pools import ROLLOUT, TRAINER, is_scoring_pool, served_terms
 from async_flowrl.controller.admission import check_base, load_rollout
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.controller.trainer import TrainerGroup
@@ -21,6 +22,7 @@ from async_flowrl.memory.trainer_layout import resolved
 from async_flowrl.observability.console import console_of
 from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
+from async_flowrl.rewards.served import command_of, search_path, term_key
 from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 from async_flowrl.run.nodes import LABEL_CHARACTERS, look_at_nodes, quick_lane
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
@@ -42,9 +44,12 @@ DEVICES = Path("/dev")  # Folder of device files: each GPU of NVIDIA has one, nv
 
 
 def check_machine(prepared: Prepared) -> None:
-    """Raises ConfigError if the terminal cannot show the console, or this machine cannot hold its own cluster."""
+    """Raises ConfigError if the terminal cannot show the console, or this machine lacks what its workers need."""
     config, runtime = prepared.config, prepared.config.runtime
     console_of(config.console)
+    for term, serve in served_terms(config) if runtime.on_this_machine else ():
+        if shutil.which(program := command_of(serve)[0], path=serve.environment.get("PATH", search_path())) is None:
+            raise ConfigError(f"{term_key(config, term)}.serve.command: this machine has no program {program!r}")
     if not runtime.own_cluster:
         return
     check_fits_here(config)
@@ -235,7 +240,6 @@ async def device_memory(config: Config, groups: Mapping[str, WorkerGroup]) -> di
             continue
         lane = quick_lane(group.spec)
         calls = (worker.call("async_flowrl.observability.flops:total_memory", lane=lane) for worker in group.workers)
-        sizes = [size for size in await asyncio.gather(*calls) if size is not None]
-        if sizes:
+        if sizes := [size for size in await asyncio.gather(*calls) if size is not None]:
             memory[pool] = min(sizes)
     return memory

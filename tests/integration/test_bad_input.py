@@ -157,6 +157,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([f"+reward.terms.x={{name: color, serve: {SERVE}}}", HERE], "x.serve"),
     (["+reward.terms.x={serve: {command: a}}", HERE], "command {port}"),
     (["+reward.terms.x={serve: {command: 'a {port}', port: 65535, replicas: 2}}", HERE], "serve.port replicas 65535"),
+    (["+reward.terms.x={serve: {command: 'nosuch {port}'}}", HERE], "reward.terms.x.serve.command 'nosuch'"),
     (["+reward.terms.x={name: vlm_judge, options: {model: a}}", HERE], "options.base_url"),
     (
         ["+reward.terms.x={name: vlm_judge, options: {model: a, base_url: 'http://h/v1', range: [10, 1]}}", HERE],
