@@ -129,7 +129,7 @@ class DiffusersEngine:
         sampling, train = request.sampling, request.kind == TRAIN
         _check(request)
         encoded = self._prompts.embeddings(asked_of(request.prompt, sampling))
-        branches = [self._uploaded(branch) for branch in encoded]
+        branches = [{key: upload(torch.from_numpy(value), self.device) for key, value in of.items()} for of in encoded]
         sigmas = self.policy.sigmas(sampling.num_inference_steps, sampling.resolution)
         # Without noisy steps, the trainer needs only the final latents.
         recorded = {point for step in request.train_steps if request.noise_steps for point in (step, step + 1)}
@@ -143,9 +143,6 @@ class DiffusersEngine:
             frozenset(request.noise_steps) if train else frozenset(),
             tuple(sorted(recorded or {sampling.num_inference_steps})) if train else (),
         )
-
-    def _uploaded(self, encoded: Conditioning) -> dict[str, Tensor]:
-        return {name: upload(torch.from_numpy(value), self.device) for name, value in encoded.items()}
 
     def denoise(self, plans: Sequence[_Plan], images: range) -> list[_Chunk]:
         chunks = [self._begun(plan, images) for plan in plans]

@@ -198,8 +198,10 @@ def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.Cap
         "model.tiny.heads=4",
         "algorithm=diffusion_nft",
         "trainer.ema_decay=0.9",
+        "algorithm.reference_every=2 algorithm.kl_coef=0.1",
+        "algorithm.average_decay=half algorithm=awm",
     ):
-        train(tmp_path, "sync", *other, unfit, "resume=force", code=2)
+        train(tmp_path, "sync", *other, *unfit.split(), "resume=force", code=2)
         told = capsys.readouterr().err
         assert f"  {unfit.partition('=')[0]}" in told and "resume=force" not in told, unfit
     train(tmp_path, "sync", *other, "resume=force")
