@@ -243,8 +243,9 @@ def _unknown(prefix: str, name: str, value: Any, names: set[str]) -> str:
     while isinstance(value, Mapping) and value:
         name, value = next((str(key), inner) for key, inner in value.items())
         full += f".{name}"
-    matches = [key for key, others in names_elsewhere().items() if name in others.split()]
-    if matches or not misspelt_section:
+    elsewhere = {key: others.split() for key, others in names_elsewhere().items()}
+    matches = [key for key, others in elsewhere.items() if any(f".{other}." in f".{full}." for other in others)]
+    if any(name in others for others in elsewhere.values()) or not (matches or misspelt_section):
         matches += [key for key in all_keys() if key.rpartition(".")[2] == name and key not in matches]
     if matches:
         return f"configuration key {full} is unknown: here it is {' or '.join(matches)}"
@@ -348,8 +349,7 @@ def _node(config: Config) -> Iterator[str]:
             near = f"{least}" if least == most else f"{least} or {most}"
             yield f"{setting} must divide {pool}.num_workers={workers}: with as many on every node, {near} workers fit"
         if config.runtime.address is None and per_node < workers:
-            nodes = f"{pool}.num_workers={workers} asks for {workers // per_node} nodes"
-            yield f"{setting} with {nodes}, {ONE_MACHINE}"
+            yield f"{setting} with {pool}.num_workers={workers} asks for {workers // per_node} nodes, {ONE_MACHINE}"
     trainer = config.trainer
     size, per_node = trainer.shard_size, trainer.workers_per_node
     if trainer.is_hybrid and size and per_node and per_node % size:
