@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 DEFAULT = "one_step_off"
 # Experiment with which the modes start, if the model is a tiny one.
 EXPERIMENT = "two_prompts"
+# Group of configs/ → the key that takes a path or a name of one's own.
+OWN = {"algorithm": "algorithm.name", "data": "data.train", "model": "model.path", "reward": "reward.terms"}
 # Version of Hydra whose defaults apply.
 VERSION_BASE = "1.3"
 # Hydra's own settings without its help, logging, launchers and sweepers: they take a third of the time of composing,
@@ -300,7 +302,8 @@ def checked(name: str, overrides: Sequence[str], folder: Path | None = None, *, 
         value, obstacle = _value(readable, sweeps=sweeps)
         unnamed = not prefixed.startswith("~") and not isinstance(value, str | list | dict)
         if options and (unnamed or (isinstance(value, str) and value not in options)):
-            raise ConfigError(unknown_name(key, text, options))
+            own = f"; what is your own is given by {OWN[key]}" if key in OWN and re.search("[./:]", text) else ""
+            raise ConfigError(f"{unknown_name(key, text, options)}{own}")
         if obstacle:
             raise ConfigError(f"{key} must be {_expected(key) or 'one value'}, got {text!r}{obstacle}")
     return written

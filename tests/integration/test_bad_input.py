@@ -60,6 +60,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["=3"], "=3 key=value"),
     (["reward=jpeg"], "reward jpeg_compressibility"),
     (["model=qwen"], "model 'qwen_image'"),
+    (["model=Qwen/Qwen-Image"], "model 'qwen_image' model.path"),
+    (["reward=./mine.py:f"], "reward reward.terms"),
     (["algorithm=flow_grop"], "'flow_grpo'"),
     (["algorithm=grpo"], "mean 'flow_grpo'"),
     (["algorithm=nft"], "mean 'diffusion_nft'"),
