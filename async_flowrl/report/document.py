@@ -31,7 +31,7 @@ def document(runs: Sequence[Path]) -> Document:
     records = [read_run(Path(run)) for run in runs]
     roots = [run.root.resolve() for run in records]
     common = os.path.commonpath([root.parent for root in roots])
-    names = [str(root.relative_to(common)) for root in roots]
+    names = [f"{'run ' * root.name.isdigit()}{root.relative_to(common)}" for root in roots]  # 0, 1, … of a --multirun
     documents = [run_document(run, name) for run, name in zip(records, names, strict=True)]
     return {
         "title": names[0] if len(names) == 1 else f"{len(names)} runs",
