@@ -102,7 +102,7 @@ REFUSED = {
     "no json": (b"{", 400, "the request is not JSON"),
     "422": (body(prompts=["no"]), 422, "such prompts are not scored"),
     "500": (body(prompts=["fail"]), 500, "the reward failed: ConnectionError: the model is away"),
-    "deep": (b'{"a":' * 5000 + b"1" + b"}" * 5000, 400, "the request is not JSON"),
+    "deep": (b"[" * 45_000 + b"]" * 45_000, 400, "the request is not JSON"),
 }  # fmt: skip
 
 
