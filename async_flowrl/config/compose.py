@@ -362,8 +362,7 @@ def _missing_term(text: str) -> str | None:
     match = match or re.search(r"not in struct\s+full_key: reward\.terms\.(\w+)", text)
     if match is None:
         return None
-    name = match[1]
-    return f"the reward has no term {name!r}; one is added whole, like '+reward.terms.{name}={{weight: 1.0}}'"
+    return f"the reward has no term {match[1]!r}; one is added whole, like '+reward.terms.{match[1]}={{weight: 1.0}}'"
 
 
 def _field(key: str) -> tuple[Any, bool]:

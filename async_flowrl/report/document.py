@@ -77,8 +77,7 @@ def compared(runs: Sequence[Document]) -> str:
     if len(changes) < 2 or any(change["of"] != changes[0][0]["of"] for change, _ in changes):
         return f"{count}. No evaluations of the same prompts, noises and reward compare them."
     best, name = max(changes, key=lambda change: float(change[0]["after"]))
-    change = f"at {best['after']:.3g} from {best['before']:.3g}"
-    return f"{count}. On the same evaluated prompts {name} ended highest, {change}."
+    return f"{count}. On the same prompts {name} ended highest, at {best['after']:.3g} from {best['before']:.3g}."
 
 
 def notes_on(run: Records, entry: Document) -> list[str]:
