@@ -7,7 +7,7 @@ are published again, and all images made since the state are generated again, id
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -42,10 +42,17 @@ from async_flowrl.run.stopping import StopRequest
 from async_flowrl.tickets.arithmetic import shape
 from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
-from async_flowrl.training.checkpoint import DamagedCheckpoint, checkpoint_step, drop_newer, held_versions, written
+from async_flowrl.training.checkpoint import (
+    DamagedCheckpoint,
+    checkpoint_step,
+    drop_newer,
+    held_versions,
+    passed_on,
+    written,
+)
 from async_flowrl.types import EMA, POLICY
 from separation.cohosted import SubGroup
-from separation.group import Worker, WorkerDied, WorkerFailed, WorkerGroup
+from separation.group import Ref, RefLost, Worker, WorkerDied, WorkerFailed, WorkerGroup
 from separation.supervise import DeadlineExceeded, Signal, deadline, together
 
 logger = logging.getLogger(__name__)
@@ -203,11 +210,27 @@ def with_unevaluated(config: Config, resume: Resume, evaluations: EvaluationLog)
     return replace(resume, held=frozenset(held))
 
 
+PASS_ON = f"{passed_on.__module__}:{passed_on.__name__}"
+
+
 async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[tuple[str, int]]) -> None:
     """Gives every trainer rank the kept state and the versions `held`. RuntimeError if their weights then differ."""
-    # One after the other, so that the object store holds one copy at a time.
-    ranks, state = trainers.workers.workers, (kept.digest, kept.files, tuple(held))
-    prints = {await worker.call("take_over", *state) for worker in ranks}
+    # The first rank passes the files on, so that one copy of them leaves the controller, however many ranks there are.
+    ranks, by_node = trainers.workers.workers, dict[str, list[Worker]]()
+    files: Ref = kept.files
+    if len(ranks) > 1:
+        _, (files,) = await ranks[0].call_split(PASS_ON, kept.files, returns=2)
+    for rank in ranks:
+        by_node.setdefault(rank.node, []).append(rank)
+
+    async def on_node(there: Sequence[Worker]) -> set[str]:
+        # One after the other, so that the node's memory holds one copy at a time besides the object store's.
+        return {await rank.call("take_over", kept.digest, files, tuple(held)) for rank in there}
+
+    try:
+        prints = set[str]().union(*await together(*map(on_node, by_node.values())))
+    except RefLost as lost:  # The files were on the first rank's node.
+        raise WorkerDied(ranks[0].name, str(lost)) from lost
     if len(prints) > 1:
         raise RuntimeError(f"the trainer ranks have different weights after they took over version {kept.version}")
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from async_flowrl.config.schema import LimitsConfig, RewardTerm
 from async_flowrl.controller.kept_state import MOST, DamagedState, KeptState, KeptStates
 from async_flowrl.controller.resume import Resume
 from async_flowrl.observability.evaluations import Evaluation, EvaluationLog
-from async_flowrl.run.recovery import with_unevaluated
+from async_flowrl.run.recovery import take_over, with_unevaluated
 from async_flowrl.tickets.table import EVALUATION, Refused
 from async_flowrl.types import EMA, POLICY, Prompt, RolloutRequest, Scores
 from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
-from separation.group import WorkerDied
+from separation.group import RefLost, WorkerDied
 from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy_pool import ListObserver, Timing, World, no_fault, once
 from tests.support.toy_recovery import (
@@ -39,6 +40,7 @@ from tests.support.toy_recovery import (
 from tests.support.toy_reward import ToyReward
 from tests.support.toy_rollout import ToyRollout
 from tests.support.toy_trainer import ToyTrainer
+from tests.support.virtual import VirtualPool, VirtualWorker, run_virtual
 from tests.unit.recovery_runs import check_equal, config, go
 
 KILLED_AT = ["train_1", "add_up_4", "stage_3", "seal_4", "save_2", "snapshot_2", "kept_state_3"]
@@ -145,6 +147,38 @@ def test_a_rollout_worker_that_cannot_forget_is_replaced(what: str, tmp_path: Pa
     names = [event["worker"] for event in events(root, "worker")]
     assert "rollout-1.1" in names
     check_equal(root)
+
+
+class TakingOver(VirtualWorker):
+    """A trainer rank on a node that takes a second to take a state over; those in `lost` do not get its files."""
+
+    lost: tuple[int, ...] = ()
+
+    def __init__(self, index: int, node: str) -> None:
+        super().__init__("trainer", index, SimpleNamespace(take_over=lambda digest, files, held: digest))
+        self.node = node
+
+    def duration(self, method: str, args: tuple[Any, ...]) -> float:
+        return float(method == "take_over")
+
+    def run(self, method: str, args: Sequence[Any]) -> Any:
+        if method == "take_over" and self.index in self.lost:
+            raise RefLost("the files")
+        return super().run(method, args)
+
+
+def test_ranks_take_a_kept_state_over_one_by_one_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def seconds() -> float:
+        ranks = [TakingOver(index, f"node-{index // 3}") for index in range(12)]
+        trainers: Any = SimpleNamespace(workers=VirtualPool("trainer", ranks))
+        began = asyncio.get_running_loop().time()
+        await take_over(trainers, KeptState(1, "digest", {"weights": b"1"}, {}), ())
+        return asyncio.get_running_loop().time() - began
+
+    assert run_virtual(seconds()) == 3.0
+    monkeypatch.setattr(TakingOver, "lost", (7,))
+    with pytest.raises(WorkerDied, match="trainer-0 died"):
+        run_virtual(seconds())
 
 
 @pytest.mark.parametrize("door", ["acknowledges", "generates"])
