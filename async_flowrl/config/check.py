@@ -244,7 +244,10 @@ def _unknown(prefix: str, name: str, value: Any, names: set[str]) -> str:
         name, value = next((str(key), inner) for key, inner in value.items())
         full += f".{name}"
     elsewhere = {key: others.split() for key, others in names_elsewhere().items()}
-    matches = [key for key, others in elsewhere.items() if any(f".{other}." in f".{full}." for other in others)]
+    matches = [key for key, others in elsewhere.items() if f".{full}".endswith(tuple(f".{other}" for other in others))]
+    # Or what it stands in has a name elsewhere, as in config.reward_fn.ocr; names that users chose do not count.
+    foreign = set(full.removeprefix(prefix).split("."))
+    matches = matches or [key for key, others in elsewhere.items() if foreign & set(others)]
     if any(name in others for others in elsewhere.values()) or not (matches or misspelt_section):
         matches += [key for key in all_keys() if key.rpartition(".")[2] == name and key not in matches]
     if matches:

@@ -44,6 +44,7 @@ def test_the_table_and_the_pages_say_the_same() -> None:
     ("key", "ours"),
     [
         ("lr", "trainer.learning_rate"),
+        ("lr_warmup_steps", "trainer.warmup_steps"),
         ("trainer.gradient_accumulation_steps", "trainer.updates_per_batch"),
         ("config.train.beta", "algorithm.kl_coef or algorithm.beta"),
         ("actor_rollout_ref.rollout.n", "group_size"),
@@ -52,9 +53,16 @@ def test_the_table_and_the_pages_say_the_same() -> None:
         ("config.reward_fn.ocr", "reward.terms"),
         ("custom_reward_function.path", "reward.terms"),
         ("actor_rollout_ref.rollout.name", "rollout.engine"),
+        ("rollout.name", "rollout.engine"),
+        ("logger.wandb.project", "monitor.wandb_project"),
         ("trainer.batch_size", "trainer.micro_batch_size or rollout.batch_size"),
     ],
 )
 def test_a_refusal_names_our_key(key: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf"{re.escape(key)} is unknown: here it is {re.escape(ours)}$"):
         compose_config(overrides=[f"+{key}=1"])
+
+
+def test_the_name_of_a_term_is_no_name_of_another_project() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.terms\.guidance\.wieght .*did you mean 'weight'"):
+        compose_config(overrides=["+reward.terms.guidance={weight: 1}", "+reward.terms.guidance.wieght=2"])
