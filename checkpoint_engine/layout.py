@@ -63,11 +63,11 @@ class Layout:
         return hash((self.nbytes, len(self.entries)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # It goes to every receiver with every version: it is packed once, and unpacked once in a process.
-        return _unpacked, (self._packed,)
+        # It goes to every receiver with every version: it is pickled once, and unpickled once in a process.
+        return _unpickled, (self._pickled,)
 
     @cached_property
-    def _packed(self) -> bytes:
+    def _pickled(self) -> bytes:
         return zlib.compress(pickle.dumps((self.entries, self.nbytes)))
 
     @cached_property
@@ -120,8 +120,8 @@ class Layout:
 
 
 @lru_cache(maxsize=8)
-def _unpacked(packed: bytes) -> Layout:
-    return Layout(*pickle.loads(zlib.decompress(packed)))
+def _unpickled(pickled: bytes) -> Layout:
+    return Layout(*pickle.loads(zlib.decompress(pickled)))
 
 
 class RunningDigests:

@@ -132,11 +132,13 @@ class Seats:
             ending = await self.departing()
             if group not in self._waiting:
                 continue  # another caller has taken it meanwhile
+            if node in ending:
+                self._waiting.remove(group)
+                await self._remove(group)
+                continue
+            self._occupied.append(group)  # before it leaves the other list: `_reserve_one` adds up both in its thread
             self._waiting.remove(group)
-            if node not in ending:
-                self._occupied.append(group)
-                return ReservedSeat(group, 0, self._needs, node)
-            await self._remove(group)
+            return ReservedSeat(group, 0, self._needs, node)
         return None
 
     def _first_placed(self) -> tuple[PlacementGroup, str] | None:

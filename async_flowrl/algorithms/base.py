@@ -172,11 +172,11 @@ def differentiates_reward(algorithm: Algorithm) -> bool:
     return bool(getattr(algorithm, "differentiates_reward", False))
 
 
-def check_tuples(algorithm: object, members: Iterable[str]) -> None:
+def check_tuples(algorithm: object, members: Iterable[str], name: str = "an algorithm") -> None:
     """Raises ValueError for a member that is a text, of which each letter would be a name."""
     for member in members:
         if isinstance(text := getattr(algorithm, member), str):
-            raise ValueError(f"`{member}` of an algorithm must be a tuple of names, such as ({text!r},), got {text!r}")
+            raise ValueError(f"`{member}` of {name} must be a tuple of names, such as ({text!r},), got {text!r}")
 
 
 def draw(batch: MicroBatch, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:

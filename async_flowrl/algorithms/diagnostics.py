@@ -92,8 +92,8 @@ def warnings(
     bound = MAX_QUIET_NATS_PER_ELEMENT * elements
     if elements and metrics.get("kl_per_update", 0.0) > bound:
         sentences.append(
-            f"an update moved the policy by {metrics['kl_per_update']:.3g} nats per image (kl_per_update), more than "
-            f"the {bound:.3g} up to which runs of a small model were stable, counted per latent element: set "
+            f"an update moved the policy by {metrics['kl_per_update']:.4g} nats per image (kl_per_update), more than "
+            f"the {bound:.4g} up to which runs of a small model were stable, counted per latent element: set "
             "algorithm.max_kl_per_update, or take a smaller trainer.learning_rate"
         )
     shares = [metrics[key] for sign in ("positive", "negative") if (key := f"gradient_kept/{sign}") in metrics]

@@ -244,7 +244,7 @@ def _check_run(algorithm: Algorithm, run: Config) -> None:
 def _check_algorithm(algorithm: Algorithm, config: AlgorithmConfig, *, max_staleness: int, hand_over: str) -> None:
     if missing := [member for member in MEMBERS if not hasattr(algorithm, member)]:
         raise ValueError(f"{config.name} is not an algorithm: it lacks {', '.join(missing)}")
-    check_tuples(algorithm, ("predicts", "reads", "needs"))
+    check_tuples(algorithm, ("predicts", "reads", "needs"), config.name)
     if unknown := [name for name in algorithm.needs if name not in PREDICTIONS]:
         raise ValueError(unknown_name(f"`needs` of {config.name}", unknown[0], PREDICTIONS))
     if missing := [key for key in algorithm.reads if key not in algorithm.predicts]:

@@ -50,7 +50,7 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
 
     `average` prefers the moving average (EMA) of the weights; `base` replaces the known base model.
     """
-    if base is not None:
+    if base is not None and not base.startswith("/"):  # such a path may be one of another machine
         local_index(base, "--base")
     if (checkpoint := _checkpoint(path)) is None:
         return _read_lora(path, base)

@@ -28,7 +28,7 @@ def describe(plan: MemoryPlan, config: Config, device_gib: float) -> str:
     )
     verdicts = [judged(process, config, round(device_gib * GIB)) for process in processes(config)]
     sizes = {
-        "host memory of a trainer rank": plan.host,
+        "host memory of a trainer rank, at most": plan.host,
         "host memory copied by a trainer rank for a checkpoint": plan.snapshot,
         "host memory with versions of a rollout worker": plan.ring,
         "version": model.version_bytes,

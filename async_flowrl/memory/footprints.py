@@ -267,7 +267,7 @@ def base_share(config: Config, model: Sizes) -> int:
 def host_bytes(config: Config, model: Sizes, *, certain: bool = False) -> int:
     """Returns the bytes that a trainer rank pins: an offloaded base, or with tune=full versions that are sent."""
     # A LoRA's versions are small and left out. The first rank alone sends; what it gathers from shares is not pinned.
-    # `certain` leaves out room for versions that may never be held.
+    # `certain` leaves out room for versions that may never be held, and what rounding adds.
     if not model.full:
         # FSDP2 pins each tensor's rows by themselves, and torch rounds what it pins up to a power of two.
         return (1 if certain else 2) * base_share(config, model) if config.trainer.cpu_offload else 0

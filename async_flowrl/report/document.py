@@ -31,7 +31,9 @@ def document(runs: Sequence[Path]) -> Document:
     records = [read_run(Path(run)) for run in runs]
     roots = [run.root.resolve() for run in records]
     common = os.path.commonpath([root.parent for root in roots])
-    names = [f"{'run ' * root.name.isdigit()}{root.relative_to(common)}" for root in roots]  # 0, 1, … of a --multirun
+    # The runs of a --multirun are 0, 1, …; "1 ended highest" would be a riddle.
+    relative = [root.relative_to(common) for root in roots]
+    names = [str(path.with_name(f"run {path.name}") if path.name.isdigit() else path) for path in relative]
     documents = [run_document(run, name) for run, name in zip(records, names, strict=True)]
     return {
         "title": names[0] if len(names) == 1 else f"{len(names)} runs",

@@ -49,7 +49,7 @@ def check_machine(prepared: Prepared) -> None:
     console_of(config.console)
     for term, serve in served_terms(config) if runtime.on_this_machine else ():
         if shutil.which(program := command_of(serve)[0], path=serve.environment.get("PATH", search_path())) is None:
-            raise ConfigError(f"{term_key(config, term)}.serve.command: this machine has no program {program!r}")
+            raise ConfigError(f"{term_key(config, term)}.serve.command: this machine cannot execute {program!r}")
     if not runtime.own_cluster:
         return
     check_fits_here(config)

@@ -183,7 +183,7 @@ async def recover(run: Run, before: Resume) -> Resume:
             resume = await restore(run.trainers, run.directory, resume, lambda: newest(run.directory, shares=True))
     run.ledgers.metrics.truncate(resume.version)
     run.ledgers.evaluations.truncate(resume.version)
-    run.ledgers.events.event("rollback", step=resume.version)
+    run.ledgers.events.event("rollback", step=resume.version, elsewhere=False)
     return resume
 
 

@@ -174,7 +174,7 @@ class ForwardPasses:
         if frozen.on_policy:
             of_batch["behaviour"] = detached(current)
         needed = {name: of for name, of in of_batch.items() if name in algorithm.needs}
-        if batch.group_means is None and hasattr(algorithm, "group_terms"):
+        if batch.group_means is None and getattr(algorithm, "group_terms", None) is not None:
             seen = {name: of for name, of in needed.items() if name in OF_GROUPS}
             terms = self._result("group_terms", batch, detached(current), seen)
             batch = replace(batch, group_means=means_of_levels(batch, terms))
@@ -213,14 +213,16 @@ class ForwardPasses:
         return metrics["log_prob_gap"].double().mean() if "log_prob_gap" in metrics else None
 
     def _result(self, method: str, batch: MicroBatch, current: Prediction, frozen: Mapping[str, Prediction]) -> Any:
-        """Returns what `loss` or `group_terms` does. Raises ValueError that names a tensor which it does not find."""
+        """Returns what `loss` or `group_terms` does. Raises ValueError that names what it does not find by a text."""
         algorithm = self._inputs.algorithm
         try:
             return getattr(algorithm, method)(batch, current, frozen)
         except KeyError as error:
-            if batch.score is not None:  # It may be the reward's own.
+            # It may be the reward's own, or of a table by numbers.
+            if batch.score is not None or not isinstance(error.args[0], str):
                 raise
-            has = f"a prediction has {', '.join(current)}, and it is given {', '.join(frozen) or 'no other'}"
+            others = ", ".join(frozen) or "none, as for behaviour_gap"
+            has = f"a prediction has {', '.join(current)}, and of those that `needs` names this call has {others}"
             raise ValueError(f"the {method} of algorithm {algorithm.name} finds no {error}: {has}") from error
 
     def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:

@@ -46,7 +46,7 @@ class RankRehearsal:
     micro_batches: int  # Forward and backward passes of a rank per training step.
     frozen_passes: int  # Forward passes without gradient of a rank per training step.
     optimizer_steps: int  # Optimizer steps per training step.
-    host_bytes: int  # Pinned host memory for an offloaded base; 0 without `trainer.cpu_offload`.
+    host_bytes: int  # Of an offloaded base, before torch rounds what it pins; 0 without `trainer.cpu_offload`.
     version_bytes: int
     # Bytes of a version that this rank has: all of them, or those of its rows if the ranks share the weights.
     share_bytes: int

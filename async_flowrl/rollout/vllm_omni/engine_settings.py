@@ -194,8 +194,8 @@ class Names:
 class Unpacked(Mapping[str, Tensor]):
     """The engine's parameters under diffusers' names and in its shapes, each joined from all shards when it is read.
 
-    All ranks must read the same names in the same order. Nothing keeps what was joined: the ranks may have room for no
-    more than their shares.
+    All ranks must read the same names in the same order; one that fails alone leaves the others waiting in `gather`.
+    Nothing keeps what was joined: the ranks may have room for no more than their shares.
     """
 
     def __init__(self, live: Mapping[str, Tensor], shapes: Mapping[str, Shape], names: Names, gather: Gather) -> None:

@@ -28,6 +28,11 @@ def test_a_run_that_began_at_anothers_checkpoint_is_finished(tmp_path: Path) -> 
     assert document([root])["runs"][0]["state"] == "finished"
 
 
+def test_the_runs_of_a_sweep_have_names(tmp_path: Path) -> None:
+    roots = [make_run(tmp_path / sweep / "1") for sweep in ("fast", "slow")]
+    assert [run["name"] for run in document(roots)["runs"]] == ["fast/run 1", "slow/run 1"]
+
+
 def finish(root: Path, steps: int, **more: Any) -> None:
     (root / "summary.json").write_text(json.dumps({"steps": steps, "total_steps": steps, "warnings": [], **more}))
 
