@@ -64,5 +64,5 @@ def test_a_refusal_names_our_key(key: str, ours: str) -> None:
 
 
 def test_the_name_of_a_term_is_no_name_of_another_project() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.terms\.guidance\.wieght .*did you mean 'weight'"):
-        compose_config(overrides=["+reward.terms.guidance={weight: 1}", "+reward.terms.guidance.wieght=2"])
+    with pytest.raises(ConfigError, match=r"reward\.terms\.guidance\.weihgtt .*did you mean 'weight'"):
+        compose_config(overrides=["+reward.terms.guidance={weight: 1}", "+reward.terms.guidance.weihgtt=2"])
