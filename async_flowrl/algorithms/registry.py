@@ -159,7 +159,7 @@ def _check_combination(config: AlgorithmConfig, *, final: bool) -> None:
     if math.isinf(config.adv_clip_max) and (config.name in (DiffusionNFT.name, CRD.name) or config.adv_clip == "tanh"):
         raise ValueError(f"algorithm.adv_clip_max=inf would make every loss of {config.name} infinite: give a number")
     if config.options and config.name in BUILT_IN:
-        raise ValueError(f"{config.name} has no algorithm.options, as one of your own may, got {dict(config.options)}")
+        raise ValueError(f"algorithm.options are for your own algorithms, got {dict(config.options)} for {config.name}")
 
 
 def _check_penalty(config: AlgorithmConfig, *, final: bool, updates_per_batch: int) -> None:

@@ -56,7 +56,7 @@ def _check_out(out: Path, source: Source) -> None:
             if before.is_file() and written.read_bytes() == before.read_bytes():
                 return
     if existing:
-        raise ValueError(f"{out} holds another export's {', '.join(existing)}: remove it or export elsewhere")
+        raise ValueError(f"{out} holds other weights' {', '.join(existing)}: remove it or export elsewhere")
 
 
 def _offered(forms: Sequence[str], source: Source) -> tuple[list[str], list[str]]:

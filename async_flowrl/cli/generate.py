@@ -269,10 +269,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = replace(config.model, dtype=options.dtype or config.model.dtype)
         how = replace(sampling_of(config), **changes)
         out = options.out.expanduser()
-        sheets_of = partial(generate, model, how, trained, options.prompt, seed=options.seed, images=options.images)
         if (suffix := out.suffix.lower()) not in Image.registered_extensions():
             raise ValueError(f"--out {out}: no format has this ending; e.g. .png, or .webp for videos that move")
-        sheets = sheets_of(animated=suffix in ANIMATED, edited=tuple(map(examined, options.image)))
+        edited, moves = tuple(map(examined, options.image)), suffix in ANIMATED
+        sheets = generate(
+            model, how, trained, options.prompt, seed=options.seed, images=options.images, animated=moves, edited=edited
+        )
     except ValueError as error:
         return refuse(error)
     out.parent.mkdir(parents=True, exist_ok=True)

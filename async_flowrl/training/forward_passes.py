@@ -221,8 +221,8 @@ class ForwardPasses:
             # It may be the reward's own, or of a table by numbers.
             if batch.score is not None or not isinstance(error.args[0], str):
                 raise
-            others = ", ".join(frozen) or "none, as for behaviour_gap"
-            has = f"a prediction has {', '.join(current)}, and of those that `needs` names this call has {others}"
+            others = ", ".join(frozen) or "none (that of behaviour_gap never has one)"
+            has = f"a prediction has {', '.join(current)}, and of the weights in `needs` this call has {others}"
             raise ValueError(f"the {method} of algorithm {algorithm.name} finds no {error}: {has}") from error
 
     def _behaviour_batches(self, batches: Sequence[MicroBatch], *, probing: bool) -> list[MicroBatch]:
