@@ -51,7 +51,7 @@ def reward_sentence(ends: Ends, evaluated: str) -> str | None:
         return None
     prompts = f"{last.curves[REWARD].estimate.prompts} {PROMPTS.get(evaluated, 'evaluated prompts')}"
     span = f"in {last.version} steps" if first.version == 0 else f"between versions {first.version} and {last.version}"
-    return f"On {prompts}, the reward went from {_means(REWARD, ends)} {span}: {_change(moved)}."
+    return f"On {prompts}, the reward went from {_means(REWARD, ends)} {span}: {change_words(moved)}."
 
 
 def term_sentences(ends: Ends) -> list[str]:
@@ -62,7 +62,9 @@ def term_sentences(ends: Ends) -> list[str]:
     terms = {name for end in ends for name, curve in end.curves.items() if curve.kind == TRAINED} - {REWARD}
     words = (trained if len(terms) > 1 else {}) | held_out
     changes = [(name, moved) for name in words if (moved := between(name, last, first)) is not None]
-    return [f"The {words[name]} {name} went from {_means(name, ends)}: {_change(moved)}." for name, moved in changes]
+    return [
+        f"The {words[name]} {name} went from {_means(name, ends)}: {change_words(moved)}." for name, moved in changes
+    ]
 
 
 def tenths(metrics: Sequence[Metrics]) -> tuple[float, float] | None:
@@ -86,13 +88,13 @@ def certain(moved: Change) -> bool:
     return min(moved.p_above(), moved.p_below()) <= MAX_P_VALUE
 
 
-def _means(name: str, ends: Ends) -> str:
-    before, after = (evaluation.curves[name].estimate.mean for evaluation in ends)
-    return f"{before:.3g} to {after:.3g}"
-
-
-def _change(moved: Change) -> str:
+def change_words(moved: Change) -> str:
     if moved.mean == 0 and not moved.half:
         return "no change"
     error = "" if moved.half is None else f" ± {moved.half:.2g}"
-    return f"{moved.mean:+.3g}{error}{'' if certain(moved) else ', no more than noise'}"
+    return f"{moved.mean:+.3g}{error}{'' if certain(moved) else ', which chance may explain'}"
+
+
+def _means(name: str, ends: Ends) -> str:
+    before, after = (evaluation.curves[name].estimate.mean for evaluation in ends)
+    return f"{before:.3g} to {after:.3g}"

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from async_flowrl.config.curves import REWARD
 from async_flowrl.observability.bottleneck import verdict
+from async_flowrl.observability.evaluations import between
+from async_flowrl.observability.result import change_words, ends_of
 from async_flowrl.report.advice import advice_for, evaluations_of, result_of
 from async_flowrl.report.facts import differences, environment_of, facts_of, pools_of, settings_of, verification_of
 from async_flowrl.report.panels import panels_for
@@ -24,6 +27,8 @@ from async_flowrl.report.series import bucket_width, lines_of, rounded
 Document = dict[str, Any]
 # Value of `max_mib` (MiB of pictures inside a page) if no configuration sets monitor.report_mib.
 MAX_MIB = 16.0
+# Runs that differ in at most so many settings have them in their names.
+NAMED_SETTINGS = 2
 
 
 def document(runs: Sequence[Path]) -> Document:
@@ -34,16 +39,23 @@ def document(runs: Sequence[Path]) -> Document:
     # The runs of a --multirun are 0, 1, …; "1 ended highest" would be a riddle.
     relative = [root.relative_to(common) for root in roots]
     names = [str(path.with_name(f"run {path.name}") if path.name.isdigit() else path) for path in relative]
+    differ = differences(records)
+    if differ and 0 < len(differ["rows"]) <= NAMED_SETTINGS:
+        names = [f"{name} ({told_apart(differ['rows'], place)})" for place, name in enumerate(names)]
     documents = [run_document(run, name) for run, name in zip(records, names, strict=True)]
     return {
         "title": names[0] if len(names) == 1 else f"{len(names)} runs",
-        "headline": documents[0]["result"]["headline"] if len(documents) == 1 else compared(documents),
+        "headline": documents[0]["result"]["headline"] if len(documents) == 1 else compared(records, documents),
         "runs": documents,
         "panels": panels_for(key for run in documents for key in run["lines"]),
-        "differences": differences(records),
+        "differences": differ,
         "max_mib": max(float(run.setting("monitor.report_mib", MAX_MIB)) for run in records),
         "notes": [note for pair in zip(records, documents, strict=True) for note in notes_on(*pair)],
     }
+
+
+def told_apart(rows: Sequence[Document], place: int) -> str:
+    return ", ".join(f"{row['key'].rpartition('.')[2]}={row['values'][place]}" for row in rows)
 
 
 def run_document(run: Records, name: str) -> Document:
@@ -71,15 +83,25 @@ def run_document(run: Records, name: str) -> Document:
     return {**rounded(entry), "timeline": timeline_of(run)}  # whose times need more digits than six
 
 
-def compared(runs: Sequence[Document]) -> str:
-    """The headline for several runs: which ended with the highest reward, if their evaluations can be compared."""
+def compared(records: Sequence[Records], runs: Sequence[Document]) -> str:
+    """The headline for several runs: which ended with the highest reward, if their evaluations can be compared.
+
+    The difference from the next one is paired by prompt and noise, like a change within a run.
+    """
     states = Counter(run["state"] for run in runs)
     count = f"{len(runs)} runs, " + ", ".join(f"{n} {state}" for state, n in states.items())
-    changes = [(run["change"], run["name"]) for run in runs if run["change"]]
-    if len(changes) < 2 or any(change["of"] != changes[0][0]["of"] for change, _ in changes):
+    ends = [(run["change"], run["name"], ends_of(record.policy)) for record, run in zip(records, runs, strict=True)]
+    lasts = [(change, name, both[-1]) for change, name, both in ends if change and both]
+    ordered = sorted(lasts, key=lambda last: -float(last[0]["after"]))
+    if len(ordered) < 2 or any(change["of"] != ordered[0][0]["of"] for change, _, _ in ordered):
         return f"{count}. No evaluations of the same prompts, noises and reward compare them."
-    best, name = max(changes, key=lambda change: float(change[0]["after"]))
-    return f"{count}. On the same prompts {name} ended highest, at {best['after']:.3g} from {best['before']:.3g}."
+    (best, name, highest), (second, other, next_highest) = ordered[:2]
+    if (more := between(REWARD, highest, next_highest)) is None:
+        return f"{count}. The evaluations of {name} and {other} scored no prompt in common."
+    return (
+        f"{count}. On the same prompts {name} ended highest, at {best['after']:.3g} from {best['before']:.3g}; next is "
+        f"{other}, at {second['after']:.3g}. The difference: {change_words(more)}."
+    )
 
 
 def notes_on(run: Records, entry: Document) -> list[str]:

@@ -33,6 +33,24 @@ def test_the_runs_of_a_sweep_have_names(tmp_path: Path) -> None:
     assert [run["name"] for run in document(roots)["runs"]] == ["fast/run 1", "slow/run 1"]
 
 
+@pytest.mark.parametrize(
+    ("more", "highest", "said"),
+    [((0.1, 0.11, 0.12), "0.2 (", "+0.11 ± 0.025."), ((-0.1, 0.3, -0.3), "0.1 (", "chance")],
+)
+def test_runs_are_compared_with_the_error_of_their_difference(
+    tmp_path: Path, more: tuple[float, ...], highest: str, said: str
+) -> None:
+    roots = [make_run(tmp_path / str(rate), config=f"trainer: {{learning_rate: {rate}}}\n") for rate in (0.1, 0.2)]
+    found = [json.loads(line) for line in (roots[1] / "evaluations.jsonl").read_text().splitlines()]
+    scores = found[-1]["curves"]["reward"]["scores"]
+    for place, by_image in scores.items():
+        scores[place] = [score + more[int(place)] for score in by_image]
+    (roots[1] / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+    page = document(roots)
+    assert [run["name"] for run in page["runs"]] == ["0.1 (learning_rate=0.1)", "0.2 (learning_rate=0.2)"]
+    assert f"prompts {highest}" in page["headline"] and said in page["headline"]
+
+
 def finish(root: Path, steps: int, **more: Any) -> None:
     (root / "summary.json").write_text(json.dumps({"steps": steps, "total_steps": steps, "warnings": [], **more}))
 
