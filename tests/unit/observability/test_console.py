@@ -62,7 +62,8 @@ def test_the_console_suits_the_terminal(
     assert console_of(wanted) == found
 
 
-def test_the_bar_shows_progress_reward_staleness_and_the_last_warning() -> None:
+def test_the_bar_shows_progress_reward_staleness_and_the_last_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     file, clock = io.StringIO(), Clock()
     bar = Bar(100, clock, Console(file=file, force_terminal=True, width=200))
     bar.begin()
