@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_flowrl.controller.context import Context
-from async_flowrl.training.checkpoint import Files, files_digest
+from async_flowrl.training.checkpoint import PackedState
 from separation.group import RefLost, Worker, WorkerDied
 from separation.supervise import deadline
 
@@ -32,7 +32,7 @@ class KeptState:
 
     version: int
     digest: str
-    files: Files
+    packed: PackedState
     controller: Mapping[str, Any]  # The controller's part, as in a checkpoint.
 
 
@@ -48,7 +48,7 @@ class KeptStates:
         """Returns the newest state that still has its digest, or None. Another one is dropped with a warning."""
         while self.states:
             state = self.states[-1]
-            if files_digest(state.files) == state.digest:
+            if state.packed.digest() == state.digest:
                 return state
             logger.warning("the state of version %d is damaged; looking for an older one", state.version)
             self.states.pop()
@@ -88,9 +88,10 @@ class KeptStates:
         await ctx.work.until(lambda: version in ctx.table.published)
         async with deadline(ctx.config.deadlines.update, f"update: the state of version {version} from {rank.name}"):
             try:
-                digest, files = await rank.call("kept_state", version, lane=LANE)
+                digest, packed = await rank.call("kept_state", version, lane=LANE)
             except RefLost as lost:  # The bytes were on the rank's node.
                 raise WorkerDied(rank.name, str(lost)) from lost
-            if (came := await asyncio.to_thread(files_digest, files)) != digest:
+            packed = await asyncio.to_thread(packed.copied)  # The object store needs the room.
+            if (came := await asyncio.to_thread(packed.digest)) != digest:
                 raise DamagedState(f"the state of version {version} came with digest {came}, was sent with {digest}")
-        self.states = [*self.states, KeptState(version, digest, files, controller())][-MOST:]
+        self.states = [*self.states, KeptState(version, digest, packed, controller())][-MOST:]

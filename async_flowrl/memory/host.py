@@ -28,9 +28,9 @@ from async_flowrl.memory.model_sizes import Sizes
 from separation.node import NodeMemory
 
 FOLDER_BYTES = 200_000_000  # Size of a run directory without checkpoints: logs, metrics, images, report.
-# Most copies of a LoRA's state at a time: on its first rank two that are retained, one as files, and one part after the
-# other that is made contiguous for them (training/checkpoint.py).
-KEPT_BY_RANK = 4
+# Most copies of a LoRA's state at a time: on its first rank two that are retained, and one that is packed
+# (training/checkpoint.py).
+KEPT_BY_RANK = 3
 
 
 @dataclass(frozen=True)

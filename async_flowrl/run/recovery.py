@@ -44,10 +44,9 @@ from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.training.checkpoint import (
     DamagedCheckpoint,
+    PackedState,
     checkpoint_step,
     drop_newer,
-    held_versions,
-    passed_on,
     written,
 )
 from async_flowrl.types import EMA, POLICY
@@ -197,7 +196,7 @@ def newest_state(run: Run, before: Resume) -> Resume:
             raise
         state = START
     if kept is not None and kept.version >= state.version:
-        state = Resume(None, kept.version, dict(kept.controller), kept=kept, held=held_versions(kept.files))
+        state = Resume(None, kept.version, dict(kept.controller), kept=kept, held=kept.packed.held_versions())
     elif state.path is None:
         state = before
     return with_unevaluated(run.prepared.config, state, evaluations)
@@ -210,26 +209,26 @@ def with_unevaluated(config: Config, resume: Resume, evaluations: EvaluationLog)
     return replace(resume, held=frozenset(held))
 
 
-PASS_ON = f"{passed_on.__module__}:{passed_on.__name__}"
+PASS_ON = f"{PackedState.__module__}:{PackedState.passed_on.__qualname__}"
 
 
 async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[tuple[str, int]]) -> None:
     """Gives every trainer rank the kept state and the versions `held`. RuntimeError if their weights then differ."""
-    # The first rank passes the files on, so that one copy of them leaves the controller, however many ranks there are.
+    # The first rank passes the state on, so that one copy of it leaves the controller, however many ranks there are.
     ranks, by_node = trainers.workers.workers, dict[str, list[Worker]]()
-    files: Ref = kept.files
+    packed: Ref = kept.packed
     if len(ranks) > 1:
-        _, (files,) = await ranks[0].call_split(PASS_ON, kept.files, returns=2)
+        _, (packed,) = await ranks[0].call_split(PASS_ON, kept.packed, returns=2)
     for rank in ranks:
         by_node.setdefault(rank.node, []).append(rank)
 
     async def on_node(there: Sequence[Worker]) -> set[str]:
         # One after the other, so that the node's memory holds one copy at a time besides the object store's.
-        return {await rank.call("take_over", kept.digest, files, tuple(held)) for rank in there}
+        return {await rank.call("take_over", kept.digest, packed, tuple(held)) for rank in there}
 
     try:
         prints = set[str]().union(*await together(*map(on_node, by_node.values())))
-    except RefLost as lost:  # The files were on the first rank's node.
+    except RefLost as lost:  # The state was on the first rank's node.
         raise WorkerDied(ranks[0].name, str(lost)) from lost
     if len(prints) > 1:
         raise RuntimeError(f"the trainer ranks have different weights after they took over version {kept.version}")

@@ -24,6 +24,7 @@ import re
 import shutil
 import socket
 import uuid
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +33,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from async_flowrl.config.paths import sha256_of
 from async_flowrl.policies.stored import Weights
+from async_flowrl.types import ByteArray
+from checkpoint_engine import Layout
+from checkpoint_engine.digest import combine
+from checkpoint_engine.layout import dtype_of
 
 RANKS = "ranks"  # Key of trainer.json, only where each of so many ranks has a share of the weights.
 
@@ -72,7 +77,6 @@ def write_checkpoint(
     return end_checkpoint(work, step, keep=keep, spare=spare)
 
 
-Files = Mapping[str, bytes]  # The files of a checkpoint without the controller's part: name → contents.
 HELD = "held"  # The part of a checkpoint with the versions that evaluations may still ask for.
 Held = Mapping[tuple[str, int], Tensor]  # Stream and version → flat weights of such a version.
 
@@ -89,42 +93,55 @@ def held_in(checkpoint: Checkpoint) -> dict[tuple[str, int], Tensor]:
     return {_held_key(name): flat for name, flat in checkpoint.tensors.get(HELD, {}).items()}
 
 
-def to_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Returns the files of a checkpoint without the controller's part."""
-    files = {
-        f"{part}.safetensors": save({name: tensor.contiguous().clone() for name, tensor in tensors.items()})
-        for part, tensors in checkpoint.tensors.items()
-    }
-    return {**files, TRAINER: json.dumps(checkpoint.trainer).encode()}
+@dataclass(frozen=True)
+class PackedState:
+    """A checkpoint without the controller's part, all tensors in one buffer.
 
+    It is made, pickled and compared without holding Python's global lock, which the thread that trains needs.
+    """
 
-def from_files(files: Files) -> Checkpoint:
-    parts = {name.removesuffix(".safetensors"): load(data) for name, data in files.items() if name != TRAINER}
-    return Checkpoint(parts, json.loads(files[TRAINER]), {})
+    layout: Layout  # Of the tensors by <part>/<name>.
+    data: ByteArray
+    trainer: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "PackedState":
+        parts = checkpoint.tensors.items()
+        tensors = {f"{part}/{name}": tensor for part, named in parts for name, tensor in named.items()}
+        layout = Layout.of(tensors)
+        return cls(layout, layout.packed(tensors), checkpoint.trainer)
 
-def held_versions(files: Files) -> frozenset[tuple[str, int]]:
-    data = files.get(f"{HELD}.safetensors")
-    return frozenset() if data is None else frozenset(_held_key(name) for name in load(data))
+    def checkpoint(self) -> Checkpoint:
+        parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)  # A part may have no tensors.
+        for entry in self.layout.entries:
+            part, _, name = entry.name.partition("/")
+            tensor = torch.from_numpy(self.data[entry.offset : entry.end].copy())
+            parts[part][name] = tensor.view(dtype_of(entry)).view(entry.shape)
+        return Checkpoint(parts, self.trainer, {})
+
+    def copied(self) -> "PackedState":
+        return replace(self, data=self.data.copy())
+
+    def digest(self) -> str:
+        return combine([_json(self.trainer), self.layout.hash, *self.layout.digests(self.data)])
+
+    def passed_on(self) -> "tuple[None, PackedState]":
+        """Returns the state as a result of a call, of which other processes can be given a reference."""
+        return None, self
+
+    def held_versions(self) -> frozenset[tuple[str, int]]:
+        names = (entry.name.partition("/") for entry in self.layout.entries)
+        return frozenset(_held_key(name) for part, _, name in names if part == HELD)
 
 
 def held_versions_of(path: Path) -> frozenset[tuple[str, int]]:
-    return held_versions({file.name: file.read_bytes() for file in path.glob(f"{HELD}.safetensors")})
+    file = path / f"{HELD}.safetensors"
+    return frozenset(map(_held_key, load_file(file))) if file.exists() else frozenset()
 
 
 def _held_key(name: str) -> tuple[str, int]:
     stream, _, version = name.partition("/")
     return stream, int(version)
-
-
-def passed_on(files: Files) -> tuple[None, Files]:
-    """Returns the files as a result of a call, of which other processes can be given a reference."""
-    return None, files
-
-
-def files_digest(files: Files) -> str:
-    described = {n: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for n, data in files.items()}
-    return manifest_digest(described)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

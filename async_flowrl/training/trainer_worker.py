@@ -25,13 +25,10 @@ from async_flowrl.policies.registry import ResolvedModel
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.training.checkpoint import (
     Checkpoint,
-    Files,
+    PackedState,
     check_ranks,
-    files_digest,
-    from_files,
     held_in,
     read_checkpoint,
-    to_files,
     with_held,
     write_checkpoint,
 )
@@ -223,19 +220,19 @@ class TrainerWorker:
         """Drops this rank's share of a checkpoint, because it cannot be written."""
         self.saving.snapshot = None
 
-    def kept_state(self, version: int) -> tuple[str, dict[str, bytes]]:
+    def kept_state(self, version: int) -> tuple[str, PackedState]:
         """Returns the state at `version`, whose copy the end of that step began, and its digest (lane `keep`)."""
-        files = to_files(with_held(self.snapshots.of(version), self.versions.kept))
-        return files_digest(files), files
+        state = PackedState.of(with_held(self.snapshots.of(version), self.versions.kept))
+        return state.digest(), state
 
-    def take_over(self, digest: str, files: Files, held: Collection[tuple[str, int]] = ()) -> str:
+    def take_over(self, digest: str, state: PackedState, held: Collection[tuple[str, int]] = ()) -> str:
         """Takes over another process's `kept_state`, of evaluations' versions those in `held`; returns a fingerprint.
 
         Raises RuntimeError if the state that has arrived has another digest.
         """
-        if (came := files_digest(files)) != digest:
+        if (came := state.digest()) != digest:
             raise RuntimeError(f"the kept state came with digest {came}, was sent with {digest}")
-        self._restore(from_files(files), held)
+        self._restore(state.checkpoint(), held)
         return self.parameters.fingerprint()
 
     def save(self, version: int, directory: str, controller: Mapping[str, Any], spare: Sequence[int] = ()) -> str:

@@ -206,7 +206,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a state is taken over whatever has arrived",
-        {"async_flowrl.training.trainer_worker:files_digest": lambda digest: lambda files: "the same"},
+        {"async_flowrl.training.checkpoint:PackedState.digest": lambda digest: lambda state: "the same"},
         f"{KEPT}:test_a_state_with_another_digest_is_refused_and_nothing_of_it_taken",
         raises=("Failed",),
     ),
@@ -224,7 +224,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a damaged state is kept",
-        {"async_flowrl.controller.kept_state:files_digest": lambda digest: lambda files: Anything()},
+        {"async_flowrl.training.checkpoint:PackedState.digest": lambda digest: lambda state: Anything()},
         f"{RECOVERY}:test_a_state_that_arrives_damaged_ends_the_run_by_name",
         raises=("Failed",),
     ),

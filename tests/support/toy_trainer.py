@@ -12,12 +12,9 @@ from async_flowrl.algorithms.ema import DECAYS, ema_decay, update_average
 from async_flowrl.config.schema import FULL, Config
 from async_flowrl.training.checkpoint import (
     Checkpoint,
-    Files,
-    files_digest,
-    from_files,
+    PackedState,
     held_in,
     read_checkpoint,
-    to_files,
     with_held,
     write_checkpoint,
 )
@@ -208,16 +205,16 @@ class ToyTrainer:
         """How far the weights have moved, in place of a KL."""
         return {"kl_per_update": float(sum((self.tensors[name] - old).norm() for name, old in before.items()))}
 
-    def kept_state(self, version: int) -> tuple[str, dict[str, bytes]]:
-        files = to_files(self.with_held(self._snapshots[version]))
-        return files_digest(files), files
+    def kept_state(self, version: int) -> tuple[str, PackedState]:
+        state = PackedState.of(self.with_held(self._snapshots[version]))
+        return state.digest(), state
 
     def with_held(self, checkpoint: Checkpoint) -> Checkpoint:
         return with_held(checkpoint, {key: flattened(tensors) for key, tensors in self.versions.kept.items()})
 
-    def take_over(self, digest: str, files: Files, held: Collection[int] = ()) -> str:
-        assert files_digest(files) == digest
-        found = from_files(files)
+    def take_over(self, digest: str, state: PackedState, held: Collection[int] = ()) -> str:
+        assert state.digest() == digest
+        found = state.checkpoint()
         self._restore(found)
         self.versions.kept = {key: unflattened(flat) for key, flat in held_in(found).items() if key in held}
         return self.weights_digest()

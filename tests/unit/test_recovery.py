@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.schema import LimitsConfig, RewardTerm
@@ -19,6 +20,7 @@ from async_flowrl.controller.resume import Resume
 from async_flowrl.observability.evaluations import Evaluation, EvaluationLog
 from async_flowrl.run.recovery import take_over, with_unevaluated
 from async_flowrl.tickets.table import EVALUATION, Refused
+from async_flowrl.training.checkpoint import Checkpoint, PackedState
 from async_flowrl.types import EMA, POLICY, Prompt, RolloutRequest, Scores
 from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
 from separation.group import RefLost, WorkerDied
@@ -172,7 +174,8 @@ def test_ranks_take_a_kept_state_over_one_by_one_on_each_node(monkeypatch: pytes
         ranks = [TakingOver(index, f"node-{index // 3}") for index in range(12)]
         trainers: Any = SimpleNamespace(workers=VirtualPool("trainer", ranks))
         began = asyncio.get_running_loop().time()
-        await take_over(trainers, KeptState(1, "digest", {"weights": b"1"}, {}), ())
+        state = PackedState.of(Checkpoint({"weights": {"a": torch.ones(1)}}, {}, {}))
+        await take_over(trainers, KeptState(1, "digest", state, {}), ())
         return asyncio.get_running_loop().time() - began
 
     assert run_virtual(seconds()) == 3.0
@@ -240,9 +243,9 @@ def test_a_state_that_arrives_damaged_ends_the_run_by_name(tmp_path: Path, monke
     kept_state = ToyTrainer.kept_state
 
     def damaged(self: ToyTrainer, version: int) -> Any:
-        digest, files = kept_state(self, version)
-        name = "weights.safetensors"
-        return digest, files if version != 3 else {**files, name: files[name][:-1] + bytes([files[name][-1] ^ 1])}
+        digest, state = kept_state(self, version)
+        state.data[0] ^= version == 3
+        return digest, state
 
     monkeypatch.setattr(ToyTrainer, "kept_state", damaged)
     with pytest.raises(DamagedState, match="version 3"):
@@ -255,8 +258,7 @@ def test_a_held_state_that_is_damaged_is_passed_over(tmp_path: Path, monkeypatch
 
     def spoilt(self: KeptStates) -> KeptState | None:
         held.extend(state.version for state in self.states)
-        state, name = self.states[-1], "optimizer.safetensors"
-        self.states[-1] = replace(state, files={**state.files, name: state.files[name][:-1]})
+        self.states[-1].packed.data[0] ^= 1
         return newest(self)
 
     monkeypatch.setattr(KeptStates, "newest", spoilt)

@@ -1,5 +1,6 @@
 """Tests of the state of a real trainer rank that the controller keeps: from it another process goes on, bit for bit."""
 
+import pickle
 import threading
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from async_flowrl.config.schema import Config
-from async_flowrl.training.checkpoint import files_digest, from_files, held_in, held_versions
+from async_flowrl.training.checkpoint import held_in
 from async_flowrl.training.snapshots import Snapshots
 from async_flowrl.types import EMA, POLICY
 from tests.support import trainer_rig as rig
@@ -41,17 +42,17 @@ def test_another_process_goes_on_from_a_kept_state_with_the_same_bits() -> None:
         rig.update(one, step, given[step])
     one.versions.keep(EMA, 2)
     one.versions.keep(POLICY, 1)
-    digest, files = one.kept_state(2)
-    checkpoint = from_files(files)
+    digest, state = one.kept_state(2)
+    checkpoint = state.checkpoint()
     held = held_in(checkpoint)
     assert {"weights", "optimizer", "ema", "sampling", "average", "reference", "retained"} <= checkpoint.tensors.keys()
-    assert held_versions(files) == held.keys() == {(EMA, 2), (POLICY, 1)}
-    assert other.take_over(digest, files, list(held)) == one.parameters.fingerprint()
+    assert state.held_versions() == held.keys() == {(EMA, 2), (POLICY, 1)}
+    assert other.take_over(digest, state, list(held)) == one.parameters.fingerprint()
     assert other.update.exponent == one.update.exponent
     for stream, version in held:
         assert torch.equal(sendable(one, stream, version), sendable(other, stream, version))
     forgetful = rig.trainer(config)
-    forgetful.take_over(digest, files, [(EMA, 2), (EMA, 1)])
+    forgetful.take_over(digest, state, [(EMA, 2), (EMA, 1)])
     assert forgetful.versions.kept.keys() == {(EMA, 2)}
     late = [(replace(meta, version=2, age=0), tickets) for meta, tickets in given[2]]
     metrics = [rig.update(worker, 2, late).metrics for worker in (one, other)]
@@ -70,15 +71,24 @@ def sendable(worker: Any, stream: str, version: int) -> Tensor:
 def test_a_state_with_another_digest_is_refused_and_nothing_of_it_taken() -> None:
     one, other = rig.trainer(rig.tiny_config()), rig.trainer(rig.tiny_config())
     rig.update(one, 0, batches(rig.tiny_config(), 1)[0])
-    digest, files = one.kept_state(1)
-    before, weights = other.parameters.fingerprint(), bytearray(files["weights.safetensors"])
-    weights[-1] ^= 1
-    damaged = {**files, "weights.safetensors": bytes(weights)}
-    with pytest.raises(RuntimeError, match=files_digest(damaged)):
+    digest, state = one.kept_state(1)
+    before, damaged = other.parameters.fingerprint(), state.copied()
+    damaged.data[0] ^= 1
+    with pytest.raises(RuntimeError, match=damaged.digest()):
         other.take_over(digest, damaged)
     assert other.parameters.fingerprint() == before and other.versions.newest == 0
-    other.take_over(digest, files)
+    other.take_over(digest, state)
     assert other.parameters.fingerprint() == one.parameters.fingerprint()
+
+
+def test_the_bytes_of_a_state_are_no_part_of_its_pickle() -> None:
+    """Bytes within a pickle are copied under Python's global lock, and the thread that trains stands still meanwhile."""
+    worker = rig.trainer(rig.tiny_config())
+    _, state = worker.kept_state(worker.snapshot())
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
+    assert [buffer.raw().nbytes for buffer in buffers] == [state.data.nbytes]
+    assert len(pickled) < state.data.nbytes / 20
 
 
 def test_the_next_optimizer_step_waits_for_the_copy_and_its_gradients_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
