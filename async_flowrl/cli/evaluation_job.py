@@ -31,6 +31,7 @@ from async_flowrl.policies.registry import PromptCheck, load_family, resolve_mod
 from async_flowrl.policies.tuning import tuning_of
 from async_flowrl.rewards.composite import CompositeReward
 from async_flowrl.rewards.registry import check_rewards, prompt_check
+from async_flowrl.rewards.served import check_program
 from async_flowrl.tickets.request import evaluation_resolution
 from async_flowrl.types import Prompt
 from separation.cluster import cluster
@@ -93,6 +94,9 @@ def job_of(options: Namespace) -> Job:
         raise ValueError("--reward is needed: the weights are not of a run, whose rewards could be taken")
     whole = replace(config.reward, terms={name: term for name, (term, _) in terms.items()})
     available, chosen = _prompts(config, options, needs_target=check_rewards(whole))
+    for name, term in whole.terms.items():
+        if term.serve is not None:
+            check_program(config, name, term.serve)
     seed, most = config.evaluate.seed, config.evaluate.max_prompts
     job = Job(
         config=replace(config, reward=whole),

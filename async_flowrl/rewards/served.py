@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.error_text import unknown_name
 from async_flowrl.config.schema import Config, RewardTerm, ServeConfig
 from separation.program import Program
@@ -104,6 +106,12 @@ def command_of(serve: ServeConfig) -> list[str]:
 def search_path() -> str:
     """Returns the PATH of servers: the programs of this environment come first."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+def check_program(config: Config, term: str, serve: ServeConfig) -> None:
+    """Raises ConfigError if this machine cannot execute the command of a term's server."""
+    if shutil.which(program := command_of(serve)[0], path=serve.environment.get("PATH", search_path())) is None:
+        raise ConfigError(f"{term_key(config, term)}.serve.command: this machine cannot execute {program!r}")
 
 
 def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from async_flowrl.memory.trainer_layout import resolved
 from async_flowrl.observability.console import console_of
 from async_flowrl.observability.terminal import named_lines, say
 from async_flowrl.policies.registry import DTYPES
-from async_flowrl.rewards.served import command_of, search_path, term_key
+from async_flowrl.rewards.served import check_program
 from async_flowrl.rollout.vllm_omni.engine_settings import check_installed
 from async_flowrl.run.nodes import LABEL_CHARACTERS, look_at_nodes, quick_lane
 from async_flowrl.run.pools import as_two, controller_placement, outline, pools
@@ -48,8 +47,7 @@ def check_machine(prepared: Prepared) -> None:
     config, runtime = prepared.config, prepared.config.runtime
     console_of(config.console)
     for term, serve in served_terms(config) if runtime.on_this_machine else ():
-        if shutil.which(program := command_of(serve)[0], path=serve.environment.get("PATH", search_path())) is None:
-            raise ConfigError(f"{term_key(config, term)}.serve.command: this machine cannot execute {program!r}")
+        check_program(config, term, serve)
     if not runtime.own_cluster:
         return
     check_fits_here(config)

@@ -18,6 +18,7 @@ from async_flowrl.cli import generate as generating
 from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.cli.evaluate import parser
 from async_flowrl.cli.evaluation_job import job_of
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.data.load import load_data
@@ -157,6 +158,14 @@ def test_a_prompt_that_cannot_be_made_or_scored_and_a_wrong_path_are_named(
     prompts.write_text("".join(json.dumps(each) + "\n" for each in ({"prompt": "blue"}, row)))
     with pytest.raises((ValueError, OSError), match=named.format(file=prompts)):
         measure.evaluate(job_of(parser().parse_args([str(run), "--prompts", str(prompts), *options])))
+
+
+def test_a_server_whose_program_is_missing_is_refused_before_images_are_made(run: Path) -> None:
+    config = OmegaConf.load(run / "config.yaml")
+    config.evaluate.reward.terms = {"x": {"serve": {"command": "nosuch {port}"}}}
+    OmegaConf.save(config, run / "config.yaml")
+    with pytest.raises(ConfigError, match=r"^evaluate\.reward\.terms\.x\.serve\.command: .*'nosuch'"):
+        job_of(parser().parse_args([str(run)]))
 
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
