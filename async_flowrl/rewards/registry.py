@@ -246,15 +246,14 @@ def resolve_term(key: str, term: RewardTerm, section: str = TRAINED) -> Callable
         except TypeError as error:
             names = ", ".join(term.options) or "none"
             raise ValueError(f"{where}: {name} cannot be built with the options given ({names}): {error}") from error
+    signature, last = inspect.signature(attribute.__call__ if is_class else attribute), ", sources" if sources else ""
+    called_with = f"({'image' if _flag(where, attribute, POINTWISE) else 'images'}, prompt{last})"
     try:
-        if is_class:
-            inspect.signature(attribute.__call__).bind(None, None, None, *sources)
-        else:
-            inspect.signature(attribute).bind(None, None, *sources, **term.options)
+        signature.bind(*[None] * is_class, None, None, *sources, **({} if is_class else term.options))
     except TypeError as error:
-        first = "image" if _flag(where, attribute, POINTWISE) else "images"
-        last = ", sources" if sources else ""
-        raise ValueError(f"{where}: {name} cannot be called with ({first}, prompt{last}): {error}") from error
+        raise ValueError(f"{where}: {name} cannot be called with {called_with}: {error}") from error
+    if {"prompt", "prompts", "completions"}.intersection([*signature.parameters][: 1 + is_class]):
+        raise ValueError(f"{where}: {name} takes {signature}, and is called with {called_with}")
     return cast("Callable[..., Any]", attribute)
 
 

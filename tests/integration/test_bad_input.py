@@ -198,6 +198,10 @@ OWN_MODULES = {
 class Mine:
     def __init__(self, config, *, correction, strength=1.0):
         raise ZeroDivisionError("strength")
+
+
+def of_trl(prompts, completions, **kwargs):
+    return [0.0 for _ in completions]
 """,
 }
 
@@ -211,6 +215,7 @@ class Mine:
         (["model.family=own_algorithm:Mine", "dry_run=true"], "own_algorithm:Mine"),
         (["algorithm.name=own_algorithm:Mine", "+algorithm.options={strengthh: 2}", HERE], "'strength'"),
         (["+reward.terms.x={name: 'own_algorithm.py:Mines'}", HERE], "'Mine'"),
+        (["+reward.terms.x={name: 'own_algorithm:of_trl'}", HERE], "reward.terms.x: own_algorithm:of_trl"),
     ],
 )
 def test_modules_of_ones_own_that_raise(
