@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from async_flowrl.cli.options import seed
+from async_flowrl.cli.options import of_option, seed
 from async_flowrl.config import exit_codes
 from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import compose_config
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys = Keys(options.prompt_key, options.weight_key, needs_target, not options.no_images)
         scanned, train, evaluation = look(options, keys, [check for check in checks if check is not None])
     except (ValueError, FileNotFoundError) as error:
-        return refuse(error)
+        return refuse(of_option(error, "--model", options.model))
     sys.stdout.write(page(scanned, train, evaluation, lengths.cut if lengths else None))
     return exit_codes.CONFIG if scanned.refusals or not len(scanned.places) else exit_codes.OK
 

@@ -13,7 +13,7 @@ import torch
 
 from async_flowrl.cli.before_after import evaluate, table, write
 from async_flowrl.cli.evaluation_job import job_of
-from async_flowrl.cli.options import count, folder, seed
+from async_flowrl.cli.options import count, folder, of_option, seed
 from async_flowrl.config import exit_codes
 from async_flowrl.controller.reward_servers import ServerLost
 from async_flowrl.observability.terminal import refuse
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for written in write(comparison, options.out) if options.out is not None else ():
             logger.info("wrote %s", written)
     except (ValueError, OSError) as error:
-        return refuse(error)
+        return refuse(of_option(error, "--base", options.base))
     except ServerLost as error:
         return refuse(error, exit_codes.ERROR)
     return exit_codes.INCOMPLETE if comparison.missing else exit_codes.OK

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from async_flowrl.cli.options import of_option
 from async_flowrl.config import exit_codes
 from async_flowrl.observability.terminal import refuse
 
@@ -40,4 +41,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written, refused = [], [str(error)]
     for path in written:
         logger.info("wrote %s", path)
-    return max((refuse(sentence) for sentence in refused), default=exit_codes.OK)
+    return max((refuse(of_option(sentence, "--base", options.base)) for sentence in refused), default=exit_codes.OK)

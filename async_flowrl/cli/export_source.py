@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from async_flowrl.cli.generate import run_of, with_base
+from async_flowrl.cli.options import of_option
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.error_text import first_line
 from async_flowrl.config.models import local_index
@@ -51,7 +52,7 @@ def read_source(path: Path, *, average: bool = True, base: str | None = None) ->
     `average` prefers the moving average (EMA) of the weights; `base` replaces the known base model.
     """
     if base is not None and not base.startswith("/"):  # such a path may be one of another machine
-        local_index(base, "--base")
+        local_index(base)
     if (checkpoint := _checkpoint(path)) is None:
         return _read_lora(path, base)
     run = checkpoint.parent.parent
@@ -129,7 +130,7 @@ def _check_layers(lora: LoraFile, model: ModelConfig | None, path: Path, base: s
             reason = reason or first_line(error)
     else:
         if base is not None:
-            logger.warning("whether the LoRA fits %s is not known: %s", base, reason)
+            logger.warning("whether the LoRA fits %s is not known: %s", base, of_option(reason, "--base", base))
         return
     shapes = {name.removesuffix(".weight"): tuple(parameter.shape) for name, parameter in network.named_parameters()}
     for module in lora_file.modules_of(lora.tensors):

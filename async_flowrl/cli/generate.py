@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from async_flowrl.cli.options import count, seed
+from async_flowrl.cli.options import count, of_option, seed
 from async_flowrl.config.check import guidance_refusal
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.models import is_toy, local_index
+from async_flowrl.config.models import is_toy
 from async_flowrl.config.resolution import configured, frames_of, height_width, resolution_option, with_frames
 from async_flowrl.config.schema import Config, DataConfig, ModelConfig
 from async_flowrl.data.condition_images import examined
@@ -52,11 +52,9 @@ ANIMATED = (".gif", ".webp")
 def config_of(trained: Path | None, model: str | None, *, run: Path | None = None, option: str = "--model") -> Config:
     """Configuration for trained weights, or for the base model alone: of their run, or of `run`, else the usual one.
 
-    `model`, which `option` names, replaces the base model. Raises ValueError if it is none, if `trained` holds no
-    weights, and if no model is known.
+    `model`, which `option` names, replaces the base model. Raises ValueError if `trained` holds no weights, and if no
+    model is known.
     """
-    if model is not None:
-        local_index(model, option)
     if trained is not None:
         if not trained_file.is_whole(trained):
             lora_file.weights_file(trained)
@@ -276,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model, how, trained, options.prompt, seed=options.seed, images=options.images, animated=moves, edited=edited
         )
     except ValueError as error:
-        return refuse(error)
+        return refuse(of_option(error, "--model", options.model))
     out.parent.mkdir(parents=True, exist_ok=True)
     sheets[0].save(out, **animation(sheets))
     logger.info("wrote %s", out)

@@ -29,3 +29,8 @@ def pair(value: str) -> tuple[int, int]:
     if not separator:
         raise argparse.ArgumentTypeError(f"must be ROLLOUT:TRAINER, for example 5:3, got {value}")
     return count(left), count(right)
+
+
+def of_option(reason: object, option: str, value: str | None) -> str:
+    """Returns a refusal in which the option stands for the setting `model.path`, if the model is its value."""
+    return str(reason) if value is None else str(reason).replace("model.path", option)

@@ -69,7 +69,7 @@ def architectures() -> Mapping[str, Architecture]:
     return by_name
 
 
-def local_index(path: str, key: str = "model.path") -> Path | None:
+def local_index(path: str) -> Path | None:
     """Returns model_index.json of a local folder; None for the tiny model and for a possible hub name.
 
     Raises ValueError, one sentence, for a folder without it, and for a path that is neither folder nor possible hub
@@ -81,21 +81,21 @@ def local_index(path: str, key: str = "model.path") -> Path | None:
     if local.exists():
         index = local / "model_index.json"
         if not index.is_file():
-            raise ValueError(f"{key} {path!r} is not a diffusers folder: it has no model_index.json")
+            raise ValueError(f"model.path {path!r} is not a diffusers folder: it has no model_index.json")
         return index
     if not _HUB_NAME.fullmatch(path):
         near = [str(entry) for entry in local.parent.iterdir() if entry.is_dir()] if local.parent.is_dir() else []
         reason = "no such folder" if local.is_absolute() else f"no such folder in {Path.cwd()}"
         if path.startswith(GLYPHS_FOLDER):
             reason += ", and it comes with a clone of the repository alone: start the run in the root of one"
-        raise ValueError(not_found(path, reason, near, key))
+        raise ValueError(not_found(path, reason, near))
     return None
 
 
-def not_found(path: str, reason: str, neighbours: Sequence[str] = (), key: str = "model.path") -> str:
+def not_found(path: str, reason: str, neighbours: Sequence[str] = ()) -> str:
     names, mistyped = [TINY, *architectures(), *neighbours], _HUB_NAME.fullmatch(path) is not None
     hint = "" if path in names else did_you_mean(path, names, mistyped=mistyped)
-    return f"{key} {path!r} was not found: {reason}{hint}"
+    return f"model.path {path!r} was not found: {reason}{hint}"
 
 
 def model_defaults(path: str, family: str, revision: str | None) -> dict[str, dict[str, Any]]:
