@@ -90,14 +90,19 @@ PROTOCOLS = {"flow_grpo": flow_grpo, "flow_factory": flow_factory}
 
 
 def reply(client: httpx.Client, url: str, **content: Any) -> bytes:
-    """Posts the content and returns the reply. Raises httpx.HTTPError, or ValueError if it is too long."""
-    with client.stream("POST", url, **content) as response:
-        response.raise_for_status()
-        body = bytearray()
-        for chunk in response.iter_bytes():
-            body += chunk
-            if len(body) > MAX_REPLY_BYTES:
-                raise ValueError(f"{url} answered with more than {MAX_REPLY_BYTES} bytes")
+    """Posts the content and returns the reply. Raises ValueError, which names the server."""
+    try:
+        with client.stream("POST", url, **content) as response:
+            body = bytearray()
+            for chunk in response.iter_bytes():
+                body += chunk
+                if len(body) > MAX_REPLY_BYTES:
+                    raise ValueError(f"{url} answered with more than {MAX_REPLY_BYTES} bytes")
+    except httpx.HTTPError as error:
+        raise ValueError(f"{url} does not answer: {type(error).__name__} {error}") from error
+    if response.is_error:  # flow_grpo's servers answer with a traceback
+        last = body.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(f"{url} answered {response.status_code}: {last[:200]}")
     return bytes(body)
 
 

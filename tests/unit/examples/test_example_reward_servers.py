@@ -110,10 +110,13 @@ def adapted(protocol: str, *replies: bytes) -> Iterator[tuple[str, LyingServer]]
 def test_flow_grpos_servers() -> None:
     geneval = {"scores": np.array([0.25, 1.0]), "rewards": [0.0, 1.0], "strict_rewards": [0.0, 1.0], "group": {}}
     replies = [answer("200 OK", pickle.dumps(each, protocol=4)) for each in (geneval, {"outputs": [3, 4]})]
+    replies.append(answer("500 INTERNAL SERVER ERROR", "Traceback\nKeyError: tag\n"))
     with adapted("flow_grpo", *replies) as (url, other):
         found = ask(url)
         assert [each["score"] for each in found] == [0.25, 1.0] and found[1]["strict_rewards"] == 1.0
         assert ask(url) == [3.0, 4.0]
+        with pytest.raises(ServerError, match="answered 500: KeyError: tag"):
+            ask(url, retries=0)
     sent = pickle.loads(other.asked[0].partition(b"\r\n\r\n")[2])
     assert sent["prompts"] == ["a red cup"] * 2 and sent["only_strict"]
     assert sent["meta_datas"] == [{"count": 2, "prompt": "a red cup"}] * 2
