@@ -4,11 +4,13 @@ A copy on the default stream would begin only after all work that the main threa
 whole optimizer step.
 """
 
+import functools
+import logging
 import mmap
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from checkpoint_engine.digest import ByteArray
+
+logger = logging.getLogger(__name__)
 
 PINNED_BLOCK_BYTES = 4 << 20  # Bytes of one copy between host and GPU.
 cuda: Any = torch.cuda  # torch.cuda as Any, because its streams, events and functions of CUDA's runtime have no types.
@@ -176,9 +180,30 @@ def pinned(nbytes: int) -> Tensor:
     # torch's allocator rounds up to a power of two, so a version of 41 GB would take 64 GiB. A large buffer is
     # therefore ordinary memory that CUDA page-locks. A small one comes from torch's allocator, which keeps it:
     # page-locking and releasing may wait for the whole GPU.
-    if nbytes < EXACT_FROM_BYTES:
+    if nbytes < EXACT_FROM_BYTES or not page_locks():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    size = pinned_bytes(nbytes)
+    return torch.from_numpy(_locked(pinned_bytes(nbytes)))[:nbytes]
+
+
+@functools.cache
+def page_locks() -> bool:
+    """Returns whether CUDA page-locks ordinary memory: some virtual machines and sandboxes refuse it. Asked once."""
+    try:
+        _locked(mmap.PAGESIZE)
+    except MemoryError as error:
+        logger.warning("large buffers take up to twice their size of host memory here: %s", error)
+        forget_error()
+        return False
+    return True
+
+
+def forget_error() -> None:
+    """Takes the calling thread's last error from CUDA: torch would raise it when it next launches a kernel there."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+def _locked(size: int) -> ByteArray:
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_DONTFORK)  # after a fork, a page that this process writes would be replaced by a copy
     memory = np.frombuffer(mapping, np.uint8)
@@ -186,7 +211,7 @@ def pinned(nbytes: int) -> Tensor:
     _check(cuda.cudart().cudaHostRegister(address, size, 0), f"page-lock {size:,} bytes of host memory")
     # Each tensor and array made of this array refers to it, so it ends when nothing can use the memory any more.
     weakref.finalize(memory, _release, address, mapping).atexit = False
-    return torch.from_numpy(memory)[:nbytes]
+    return memory
 
 
 def _release(address: int, mapping: mmap.mmap) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoint_engine import side_stream
-from checkpoint_engine.side_stream import HostCopy, SideStream, pinned
+from checkpoint_engine.side_stream import HostCopy, SideStream, forget_error, pinned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,6 +14,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SIZE = (64 << 20) + 12345
+
+
+def test_an_error_of_cuda_is_forgotten() -> None:
+    assert int(torch.cuda.cudart().cudaHostUnregister(1)) != 0  # No such memory.
+    forget_error()
+    torch.ones(1, device="cuda")
 
 
 def test_memory_of_the_exact_size_is_pinned_and_copied_and_can_be_had_again(monkeypatch: pytest.MonkeyPatch) -> None:

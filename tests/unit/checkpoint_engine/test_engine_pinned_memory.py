@@ -6,6 +6,7 @@ There is no CUDA here, so its functions are replaced; tests/gpu/test_pinned_memo
 import ctypes
 import gc
 import mmap
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from checkpoint_engine import Layout, side_stream
 from checkpoint_engine.publisher import MAX_SPARE_BUFFERS, HostBuffers
-from checkpoint_engine.side_stream import EXACT_FROM_BYTES, pinned, pinned_bytes
+from checkpoint_engine.side_stream import EXACT_FROM_BYTES, page_locks, pinned, pinned_bytes
 
 SMALL = 3 * mmap.PAGESIZE
 """Size from which buffers are page-locked by themselves in these tests."""
@@ -28,12 +29,16 @@ class Driver:
         """Address → bytes."""
         self.released: list[int] = []
         self.refuses = 0
+        self.forgotten = 0
 
     def register(self, address: int, size: int, flags: int) -> int:
         assert address % mmap.PAGESIZE == 0 and size % mmap.PAGESIZE == 0 and flags == 0
         if not self.refuses:
             self.locked[address] = size
         return self.refuses
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def unregister(self, address: int) -> int:
         size = self.locked.pop(address)
@@ -43,7 +48,8 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    page_locks.cache_clear()
     driver = Driver()
     functions = SimpleNamespace(
         cudaHostRegister=driver.register,
@@ -51,8 +57,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         cudaGetErrorString=lambda code: f"error {code}",
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: functions)
+    monkeypatch.setattr(side_stream, "forget_error", driver.forget)
     monkeypatch.setattr(side_stream, "EXACT_FROM_BYTES", SMALL)
-    return driver
+    yield driver
+    page_locks.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +95,7 @@ def test_what_is_locked_is_what_the_plan_counts_and_is_released_with_the_last_re
     assert driver.locked and array[-8] == 7
     del array
     gc.collect()
-    assert driver.locked == {} and driver.released == [pinned_bytes(nbytes)]
+    assert driver.locked == {} and driver.released == [mmap.PAGESIZE, pinned_bytes(nbytes)]
 
 
 def test_buffers_that_are_sent_are_locked_once_and_released_when_too_many_are_spare(driver: Driver) -> None:
@@ -100,5 +108,24 @@ def test_buffers_that_are_sent_are_locked_once_and_released_when_too_many_are_sp
     gc.collect()
     again = buffers.take()
     gc.collect()
-    assert len(driver.locked) == MAX_SPARE_BUFFERS + 1 and len(driver.released) == 1
+    assert len(driver.locked) == MAX_SPARE_BUFFERS + 1 and driver.released == [
+        mmap.PAGESIZE,
+        pinned_bytes(layout.nbytes),
+    ]
     assert again.data.ctypes.data in driver.locked
+
+
+def test_where_no_page_can_be_locked_a_large_buffer_is_torchs(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.refuses = 801
+    for _ in range(2):
+        with pytest.raises(RuntimeError):  # of torch's allocator, which finds no GPU
+            pinned(SMALL)
+    assert driver.locked == {} and driver.forgotten == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_buffer_that_has_no_room_is_refused(driver: Driver) -> None:
+    assert page_locks()
+    driver.refuses = 2
+    with pytest.raises(MemoryError, match=f"{pinned_bytes(SMALL):,} bytes"):
+        pinned(SMALL)
