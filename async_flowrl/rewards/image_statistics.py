@@ -183,7 +183,7 @@ class EditConsistency:
 def _counted(prompt: Prompt, size: tuple[int, int], of_source: tuple[int, int]) -> ByteArray:
     """Returns uint8 [H, W] that is 0 in the prompt's edit_box and 255 elsewhere. Raises PromptRefused."""
     if not 1 / MAX_STRETCH <= (size[1] / size[0]) / (of_source[1] / of_source[0]) <= MAX_STRETCH:
-        sizes = f"a result has {size[1]} × {size[0]} pixels, its source {of_source[1]} × {of_source[0]}"
+        sizes = f"a result has {size[0]} × {size[1]} px (height × width), its source {of_source[0]} × {of_source[1]}"
         raise PromptRefused(f"edit_consistency compares pixels, and {sizes}: give the row a size of its shape")
     mask, box = np.full(size, 255, dtype=np.uint8), prompt.metadata.get(EDIT_BOX)
     if box is None:
