@@ -36,7 +36,8 @@ def in_diffusers(pipeline: str) -> bool:
 
 
 def stamp_of(name: str, pipeline: str) -> Path:
-    text = json.dumps([name, source_digest(name), version("diffusers"), pipeline])
+    kind = name.rpartition(":")[2]  # by a file or by a module
+    text = json.dumps([kind, source_digest(name), version("diffusers"), pipeline])
     return cache_dir() / "checked" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 

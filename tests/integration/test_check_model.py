@@ -158,5 +158,7 @@ def test_a_run_warns_of_a_family_until_it_is_checked_as_it_is(
     assert main([*command[2].split(), *SHORT]) == 0
     capsys.readouterr()
     assert "WARNING" not in said("dry_run=true", f"output_dir={tmp_path}/other")
+    by_file = tmp_path / name.replace(":", ".py:")
+    assert "WARNING" not in said("dry_run=true", f"output_dir={tmp_path}/other", f"model.family={by_file}")
     family("lora_exclude = None")
     assert warning in said("dry_run=true", f"output_dir={tmp_path}/other")
