@@ -55,6 +55,8 @@ def test_the_table_and_the_pages_say_the_same() -> None:
         ("actor_rollout_ref.rollout.n", "group_size"),
         ("trainer.rank", "lora.rank"),
         ("max_steps", "total_steps"),
+        ("steps", "total_steps or profile.steps"),
+        ("torch_compile", "rollout.compile or trainer.compile"),
         ("config.reward_fn.ocr", "reward.terms"),
         ("custom_reward_function.path", "reward.terms"),
         ("actor_rollout_ref.rollout.name", "rollout.engine"),
