@@ -21,7 +21,7 @@ from checkpoint_engine.errors import TransferFailed
 from checkpoint_engine.incremental import Sealing
 from checkpoint_engine.layout import ALIGNMENT_BYTES, Entry, Layout, blocks, check_sample, padded, sample
 from checkpoint_engine.publisher import SealedVersions
-from checkpoint_engine.side_stream import SideStream, on
+from checkpoint_engine.side_stream import SideStream, on, recorded
 
 UNDER_WAY = 2  # Number of buckets under way: one is put into its place while the next one comes.
 
@@ -49,7 +49,7 @@ class Share:
 
     flat: Tensor  # The rows uint8 [nbytes] on any device, in the layout of the share.
     sample: Tensor  # Some elements of them, copied when the version was made (`sample`).
-    ready: Any = None  # CUDA event after which the rows are complete; None in host memory.
+    ready: Any = None  # CUDA event after which both are complete; None in host memory.
 
 
 class Gather:
@@ -67,19 +67,18 @@ class Gather:
         self._spans = [[(share.entries[a].offset, share.entries[z].end) for share in self._shares] for a, z in ends]
         self.count = 0
 
-    def share(self, flat: Tensor, ready: Any = None) -> Share:
+    def share(self, flat: Tensor) -> Share:
         """Returns this rank's share of a version, the vector [n] in the dtype that is sent; it takes the sample."""
         layout, rows = self._shares[self.rank], flat.view(torch.uint8)
-        return Share(rows, sample(layout, list(layout.views(rows).values())), ready)
+        return Share(rows, sample(layout, list(layout.views(rows).values())), recorded(flat.device))
 
     def send(self, share: Share) -> None:
         """Sends this rank's rows to the first rank. Raises TransferFailed."""
         pieces, under_way = self._local_rows(share), deque[Any]()
-        for number in range(len(self._buckets)):
+        for number in range(len(self._buckets) + 1):
             if len(under_way) == UNDER_WAY:
                 _settle(under_way.popleft())
             under_way.append(self.start("send", next(pieces), 0, number))
-        under_way.append(self.start("send", share.sample.cpu().view(torch.uint8), 0, len(self._buckets)))
         while under_way:
             _settle(under_way.popleft())
         self.count += 1
@@ -99,10 +98,11 @@ class Gather:
                 _settle(receipt)
                 pieces.append(piece)
             self.place(bucket, number, [piece.numpy() for piece in pieces], work)
+        own = next(local).view(share.sample.dtype)
         for rank, layout in enumerate(self._shares):
             rows = [shard_rows(len(tensor), len(self._shares), rank) for tensor in whole]
             views = [tensor[local.start : local.stop] for tensor, local in zip(whole, rows, strict=True)]
-            expected = torch.empty_like(sample(layout, views)) if rank else share.sample.cpu()
+            expected = torch.empty_like(sample(layout, views)) if rank else own
             if rank:
                 _settle(self.start("recv", expected.view(torch.uint8), rank, len(self._buckets)))
             check_sample(layout, f"{work.draft.title}, of rank {rank}", expected, views)
@@ -134,10 +134,14 @@ class Gather:
                     work.feed(end)
 
     def _local_rows(self, share: Share) -> Iterator[Tensor]:
-        """Yields this rank's rows of each bucket in host memory; on a GPU a piece is valid until the next but one."""
+        """Yields this rank's rows of each bucket in host memory, then the bytes of its sample.
+
+        From a GPU, rows are valid until the next but one.
+        """
         spans, side = [spans[self.rank] for spans in self._spans], SideStream.of(share.flat.device)
         if side is None:
             yield from (share.flat[begin:end] for begin, end in spans)
+            yield share.sample.view(torch.uint8)
             return
         side.wait(share.ready)
         most = max(end - begin for begin, end in spans)
@@ -148,6 +152,9 @@ class Gather:
                 piece.copy_(share.flat[begin:end], non_blocking=True)
                 side.synchronize()
             yield piece
+        with on(side):
+            picked = share.sample.cpu()
+        yield picked.view(torch.uint8)
 
     def start(self, what: str, piece: Tensor, peer: int, number: int) -> Any:
         # Starts to send to a rank, or to receive from it; returns what `_settle` waits for, None for no bytes. What is

@@ -23,7 +23,6 @@ from checkpoint_engine.collective import CollectiveSender
 from checkpoint_engine.gather import Gather, GatheredVersions, Share, shard_rows
 from checkpoint_engine.layout import dtype_of
 from checkpoint_engine.publisher import SealedVersions
-from checkpoint_engine.side_stream import recorded
 
 # Number of elements of two versions that are compared at a time; the comparison needs one byte per element.
 _COMPARED_ELEMENTS = 1 << 26
@@ -307,7 +306,7 @@ class GatheredStreams(PublishedStreams):
 
     def _share(self, flat: Tensor) -> Share:
         flat = flat.to(self._versions.dtype)  # An average is kept in float32, in host memory.
-        return self._gather.share(flat, recorded(flat.device))
+        return self._gather.share(flat)
 
     def _proof(self) -> Tensor:
         """One whole tensor at a time is drawn, so that its values don't depend on the number of ranks."""

@@ -17,9 +17,7 @@ def on_gpu(ranks: Ranks, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]
 
 def gather(ranks: Ranks, version: int, flats: list[torch.Tensor]) -> torch.Tensor:
     """Gathers in a thread of each rank what the calling thread has queued; returns the bytes of the first rank."""
-    ready = torch.cuda.Event()
-    ready.record()
-    shares = [rank.gather.share(flat, ready) for rank, flat in zip(ranks.ranks, flats, strict=True)]
+    shares = [rank.gather.share(flat) for rank, flat in zip(ranks.ranks, flats, strict=True)]
     list(ranks.threads.map(lambda rank, share: rank.versions.gather(version, share), ranks.ranks, shares))
     return torch.from_numpy(ranks.ranks[0].versions.payload(version)[1])
 

@@ -1,10 +1,11 @@
-"""Device memory of a gather: the rows of a rank stay where they are, and no whole version comes to a device."""
+"""Device memory and waits of a gather: no whole version comes to a device, and nobody waits for training."""
 
 import torch
+from pretended.report import BEHIND, watched
 
 from checkpoint_engine import Layout
 from tests.gpu.test_gather import gather, on_gpu
-from tests.support.gathered import Ranks
+from tests.support.gathered import Ranks, weights
 
 BUCKET = 1 << 16
 
@@ -21,3 +22,15 @@ def test_a_device_holds_no_more_than_its_share_and_two_of_the_larger_of_bucket_a
     assert torch.cuda.max_memory_allocated() - before <= allowed < layout.nbytes / 10
     found = layout.views(data)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_gather_waits_for_nothing_that_was_queued_after_its_version() -> None:
+    """Its threads wait for their own copies, not for the training step that follows on the default stream."""
+    tensors = weights(0)
+    made = Ranks(2, tensors)
+    shares = [rank.gather.share(flat) for rank, flat in zip(made.ranks, on_gpu(made, tensors), strict=True)]
+    torch.cuda.synchronize()
+    training = torch.ones(64, device="cuda").mul_(2.0)
+    with watched(BEHIND) as waits:
+        list(made.threads.map(lambda rank, share: rank.versions.gather(0, share), made.ranks, shares))
+    assert waits == {} and float(training[0]) == 2.0
