@@ -17,6 +17,7 @@ from async_flowrl.observability.events import EventLog
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.types import EMA, POLICY
 from checkpoint_engine import EVALUATION, PROOF_VERSION, Ack, Delivery, Header, check_binding
+from checkpoint_engine.base import parents
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import Verdict, error_names, verdict
 from checkpoint_engine.transports import OBJECT_STORE
@@ -68,9 +69,12 @@ class PublishedWeights:
         """Proves all present workers, then publishes the versions that the first tickets name."""
         present = list(self.rollout.workers)
         await self._start()
+        # As a version does, the proof goes from node to node: Ray fetches a value from any node that has it.
+        above, admitted = parents({worker.name: worker.node for worker in present}), dict[str, asyncio.Task[None]]()
         async with asyncio.TaskGroup() as tasks:
             for worker in present:
-                tasks.create_task(self._admit(worker))
+                before = admitted.get(above[worker.name] or "")
+                admitted[worker.name] = tasks.create_task(self._admit(worker, before))
         self._first = self._oldest_named()
         if self.config.trainer.ema_decay is None:
             for version in sorted(version for version in self.held if version < self._first):
@@ -215,7 +219,9 @@ class PublishedWeights:
             self._deliveries.append(made(average, options=self.placement.delivery_options(EMA)))
         self._started.set()
 
-    async def _admit(self, worker: Worker) -> None:
+    async def _admit(self, worker: Worker, after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await asyncio.wait([after])
         try:
             await self.prove(worker)
         except SenderLost:

@@ -1,16 +1,17 @@
 """Tests of the real controller in virtual time: bounds, equalities, order and back-pressure."""
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from async_flowrl.controller.context import Context
+from checkpoint_engine import PROOF_VERSION
 from tests.support.run_checks import STEPS, check_bound, check_once, check_watermarks
 from tests.support.toy import ToyRun, calm_run, toy_config, virtual
-from tests.support.toy_pool import Timing, ToyPool
+from tests.support.toy_pool import Timing, ToyPool, ToyWorker
 from tests.unit.loop_runs import MODES, SHAKEN, TICKETS_PER_STEP, inverted, run
 
 MODE = pytest.mark.parametrize("mode", MODES)
@@ -95,6 +96,14 @@ def test_a_frozen_trainer_stops_generation_at_the_limit(mode: str) -> None:
     started = [e["time"] for e in found.tickets("RUNNING")]
     assert len([t for t in started if t < first]) == limit
     assert started[limit] - first < 0.2, "generation goes on at once when a step is done"
+
+
+def test_the_proof_goes_from_node_to_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node sends it to two others, and each of them to two more."""
+    monkeypatch.setattr(ToyWorker, "node", property(lambda worker: worker.name))
+    found = virtual(toy_config(1, steps=1, rollout__num_workers=14), Timing(transfer=4.0))
+    began = [span["start"] for span in found.observer.of("span", name="receive", version=PROOF_VERSION)]
+    assert [*Counter(began).items()] == [(began[0], 2), (began[0] + 4.0, 4), (began[0] + 8.0, 8)]
 
 
 class SlowReceive(Timing):
