@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 3
 SETUP_SECONDS_PER_MEMBER = 0.1  # Seconds per member that are added to the time limit of the set-up.
 ABORT_AGAIN_SECONDS = 0.2  # Pause between two aborts of a group that is being formed.
-MAX_MEMBERS = 64  # Largest number of receivers that are all in the group; if there are more, one of each node is in it.
+MAX_MEMBERS = 64  # Largest number of receivers that are all in the group; if there are more, it has one of each node.
 _VERIFIED = {"TransferCorrupted", "WeightsMismatch"}
 
 
@@ -149,8 +149,9 @@ class CollectiveBroadcast:
         # Returns member → task that receives the broadcast. It is started right after the question whether the member
         # is ready, which saves one round trip.
         loop, number = asyncio.get_running_loop(), self._number
-        calls = [self._sender.ready(number, draft), *(member.ready(number, draft) for member in members)]
-        questions = [loop.create_task(call) for call in calls]
+        async with asyncio.timeout(self._sender_seconds):  # Its lane may have another stream's version to seal.
+            await self._sender.ready(number, draft)
+        questions = [loop.create_task(member.ready(number, draft)) for member in members]
         accepting = {member.name: loop.create_task(member.accept(draft)) for member in members}
         try:
             async with asyncio.timeout(self._ready_seconds):

@@ -17,7 +17,7 @@ from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Gone, Sender, blank
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing
 
-READY_SECONDS = 10.0
+READY_SECONDS, SENDER_SECONDS = 10.0, 30.0
 EPSILON = 0.001
 NAMES = ("a", "b")
 
@@ -34,12 +34,13 @@ class Link:
 
 
 class GroupSender(Sender):
-    """A sender that can also broadcast."""
+    """A sender that can also broadcast; for `ready_after[version]` seconds it is busy with something else."""
 
     def __init__(self, publisher: Publisher) -> None:
         super().__init__(publisher)
         self.link = Link(publisher)
         self.opened, self.broadcast = 0, list[int]()
+        self.ready_after: dict[int, float] = {}
 
     async def address(self) -> tuple[str, int]:
         return "host", 1
@@ -50,7 +51,8 @@ class GroupSender(Sender):
     async def draft(self, version: int) -> Draft:
         return self.publisher.draft(version)
 
-    async def ready(self, epoch: int, draft: Draft) -> None: ...
+    async def ready(self, epoch: int, draft: Draft) -> None:
+        await asyncio.sleep(self.ready_after.get(draft.version, 0.0))
 
     async def send(self, draft: Draft) -> None:
         await asyncio.sleep(1.0)
@@ -94,7 +96,7 @@ class GroupRig(Rig):
     def __init__(self) -> None:
         super().__init__()
         self.sender: GroupSender = GroupSender(Publisher(self.tensors, alpha=ALPHA, rank=RANK, retain=self.capacity))
-        self.broadcast = CollectiveBroadcast(self.sender, ready_seconds=READY_SECONDS)
+        self.broadcast = CollectiveBroadcast(self.sender, ready_seconds=READY_SECONDS, sender_seconds=SENDER_SECONDS)
         self.delivery = Delivery(self.sender, replace=self.replace, options=self.options, broadcast=self.broadcast)
         self.members: dict[str, GroupEnd] = {}
 
@@ -151,6 +153,17 @@ async def test_an_answer_within_its_limit_is_in_time_and_one_after_it_costs_one_
     assert rig.counts == (fallbacks, 0) and rig.sender.broadcast[-1] == 2
     assert rig.sender.opened == 1 + fallbacks
     rig.check_served(2)
+
+
+@pytest.mark.parametrize(("late", "fallbacks"), [(-EPSILON, 0), (EPSILON, 1)])
+async def test_a_sender_that_seals_something_else_has_its_own_limit(late: float, fallbacks: int) -> None:
+    rig = GroupRig()
+    await rig.join_all()
+    rig.sender.ready_after[0] = SENDER_SECONDS + late
+    await rig.publish(0, 1)
+    assert rig.counts == (fallbacks, 0) and rig.broadcast.failures == fallbacks
+    assert rig.sender.broadcast == ([1] if fallbacks else [0, 1])
+    rig.check_served(1)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8, 100])
