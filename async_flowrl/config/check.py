@@ -161,15 +161,17 @@ def _reward_pools(config: Config) -> Iterator[str]:
 
 def _group_setup(config: Config) -> Iterator[str]:
     # It runs on the lane (worker thread) that publishes, so calls that wait for it are limited by that deadline.
-    _, workers = config.rollout.worker_bounds
-    seconds = config.checkpoint_engine.setup_seconds + 0.1 * (workers + 1)
+    _, members = config.rollout.worker_bounds
+    if members > config.checkpoint_engine.max_members:
+        members //= config.rollout.workers_per_node or 1  # One of each node.
+    seconds = config.checkpoint_engine.setup_seconds + 0.1 * (members + 1)
     transport = config.checkpoint_engine.transport
     if transport == "object_store" or (transport == "auto" and nccl_obstacle(config)):
         return
     if seconds >= config.deadlines.publish:
         yield (
             f"deadlines.publish={config.deadlines.publish:g} leaves no time beside making a group of "
-            f"{workers} rollout workers, which may take {seconds:g} s by "
+            f"{members} rollout workers, which may take {seconds:g} s by "
             "checkpoint_engine.setup_seconds: give it more, or the group less"
         )
 

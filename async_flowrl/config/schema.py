@@ -541,8 +541,8 @@ class CheckpointEngineConfig:
     """Bytes of all trainer ranks together that the first one gathers at a time where each rank has a share of the
     weights (tune=full, trainer.shard=full). It sends from host memory, so `transport` is not nccl or pynccl then."""
     max_members: int = setting(64, at_least=1)
-    """Rollout workers in one group of a collective transport, at most. If there are more, only one worker of each node
-    is a member; it passes every version on to the others through the node's memory."""
+    """Rollout workers that are all in one group of a collective transport, at most. If there are more, one of each node
+    is a member, of however many nodes; it passes every version on to the others through the node's memory."""
 
 
 @dataclass
