@@ -16,6 +16,7 @@ MAX_TIMEOUT_SECONDS = 20 * 86_400.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # Environment variable with the name of gloo's network interface.
 # Port → TCP store that this process has opened as rank 0; it must stay referenced to stay open.
 _stores: dict[int, Any] = {}
+_timeouts: list[timedelta] = []  # That of the default group which this process joined last; torch does not tell it.
 
 
 def open_store(world: int, timeout: float) -> int:
@@ -43,6 +44,7 @@ def join(rank: int, world: int, address: str, port: int, timeout: float, device:
     if GLOO_INTERFACE not in os.environ and (interface := interface_towards(address)):
         os.environ[GLOO_INTERFACE] = interface
     limit = timedelta(seconds=timeout)
+    _timeouts[:] = [limit]
     # Rank 0 is a client of its own store, too.
     store = TCPStore(address, port, world, rank == 0 and port not in _stores, limit, wait_for_workers=False)
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
@@ -56,6 +58,14 @@ def join(rank: int, world: int, address: str, port: int, timeout: float, device:
         timeout=limit,
         device_id=torch.device("cuda", 0) if on_gpu else None,
     )
+
+
+def neighbours(size: int) -> Any:
+    """Returns the group of this rank and those beside it, `size` in all, with the time-out of the default group."""
+    import torch.distributed as dist
+
+    group, _ = dist.new_subgroups(size, timeout=_timeouts[0] if _timeouts else None)  # type: ignore[no-untyped-call]
+    return group
 
 
 def interface_towards(host: str) -> str | None:

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.training.parts import World
+from separation.rendezvous import neighbours
 
 
 def free_gathered(network: nn.Module) -> None:
@@ -19,6 +21,14 @@ def free_gathered(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def replica_mesh(world: World, device: torch.device) -> DeviceMesh:
+    """Returns the mesh of this rank's replica, whose collectives have the time limit of the default group."""
+    # The base is frozen, so replicas need no collectives between them. The groups of a mesh of two dimensions would
+    # also have torch's own limit, which is 10 minutes for NCCL.
+    group: Any = dist.group.WORLD if world.per_replica == world.size else neighbours(world.per_replica)
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
 
 
 def shard(
@@ -47,13 +57,7 @@ def shard(
         return f"whole on each of {world.size}"
     # A block's output is a view, but the networks never write to it in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    replicas = world.size // world.per_replica
-    if replicas == 1:
-        mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    else:
-        # The base is frozen, so replicas need no collectives between them: a rank needs only those of its replica.
-        shape, names = (replicas, world.per_replica), ("replica", "shard")
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)["shard"]
+    replicas, mesh = world.size // world.per_replica, replica_mesh(world, device)
     policy_offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     for module in [*policy.blocks, transformer]:
         fully_shard(module, mesh=mesh, ignored_params=adapter, offload_policy=policy_offload)

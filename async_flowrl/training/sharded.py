@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +30,7 @@ from async_flowrl.training.checkpoint import (
     write_share,
 )
 from async_flowrl.training.flat import FlatParameters, moved_to
-from async_flowrl.training.fsdp import free_gathered
+from async_flowrl.training.fsdp import free_gathered, replica_mesh
 from async_flowrl.training.parts import World
 from checkpoint_engine import weights_digest
 from checkpoint_engine.digest import combine
@@ -109,7 +108,7 @@ def shard_trained(policy: PipelinePolicy, trained: set[nn.Parameter], world: Wor
         parameter.data = parameter.data.float()
     # A block's output is a view, but the networks never write to it in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    mesh = replica_mesh(world, device)
     # The network gets its inputs as an unsharded one does: a timestep in float32 must not be rounded.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*policy.blocks, transformer]:

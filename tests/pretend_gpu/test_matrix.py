@@ -10,6 +10,7 @@ from tests.support.families import tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TWO_ROLLOUTS = ("rollout.num_workers=2",)
 TWO_TRAINERS = ("trainer.num_workers=2", "trainer.micro_batch_size=2")
+TWO_REPLICAS = ("trainer.num_workers=4", "trainer.micro_batch_size=2", "trainer.shard=hybrid", "trainer.shard_size=2")
 ON_HOST = ("trainer.sum_on=host", "trainer.versions_on=host", "rollout.versions_on=host")
 NCCL = "checkpoint_engine.transport=nccl"
 FEW_STEPS = "rollout.num_inference_steps=4"
@@ -30,6 +31,7 @@ FAMILIES = {
 TRAINERS = {
     "sharded": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=full", NCCL)),
     "whole": ("one_step_off", (*TWO_TRAINERS, "trainer.shard=none", NCCL)),
+    "hybrid": ("one_step_off", (*TWO_REPLICAS, "rollout.gpus_per_worker=0")),
     "cpu_offload": ("one_step_off", (*TWO_TRAINERS, "trainer.cpu_offload=true", NCCL)),
     "checkpointing": ("one_step_off", ("trainer.gradient_checkpointing=full", NCCL)),
     "ema": ("one_step_off", ("trainer.ema_decay=0.9", "evaluate.every=1", NCCL)),
@@ -47,6 +49,7 @@ WHOLE_WEIGHTS = {
 }
 CASES = {**WHOLE_WEIGHTS, **MODES, **TRANSPORTS, **FAMILIES, **TRAINERS}
 EXPECTED = {"auto": "nccl", **{name: name for name in ("pynccl", "gloo", "object_store")}} | {
+    "hybrid": "object_store",
     "whole_weights": "object_store",
     "whole_weights_gloo": "gloo",
     "whole_weights_in_shares": "object_store",

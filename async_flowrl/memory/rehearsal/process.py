@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from async_flowrl import transfers
@@ -63,8 +62,8 @@ def _stand_ins(model: FakeModel, ledger: Ledger) -> list[tuple[Any, str, Any]]:
         (torch.Tensor, "numpy", _numpy),
         (torch.Tensor, "data_ptr", _data_ptr),
         (nn.Module, "_apply", _apply),
-        (fsdp, "init_device_mesh", _outside(init_device_mesh)),
-        (sharded, "init_device_mesh", _outside(init_device_mesh)),
+        (fsdp, "replica_mesh", _outside(fsdp.replica_mesh)),
+        (sharded, "replica_mesh", _outside(fsdp.replica_mesh)),
         (dist, "new_group", partial(_new_group, dist.new_group)),
         (rank_model, "load_policy", load_policy),
         (rank_model, "base_digest", lambda _: ""),

@@ -2,11 +2,15 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch.multiprocessing as processes
 
 from tests.support import trainer_rig as rig
-from tests.unit.training.trainer_ranks import Job, Outcome, run_alone, run_ranks
+from tests.support.forked import METHOD
+from tests.support.ports import free_port
+from tests.unit.training.trainer_ranks import Job, Outcome, lets_its_neighbour_wait, run_alone, run_ranks
 
 pytestmark = pytest.mark.serial("runs")
 
@@ -114,3 +118,12 @@ def test_one_rank_in_a_process_group_is_bit_equal_to_none(
     ((found,),) = run_ranks(1, [jobs["plain"]], tmp_path_factory.mktemp("one"))
     assert found["info"]["layout"] == "fsdp2 over 1"
     assert found["digest"] == run_alone(jobs["plain"])["digest"]
+
+
+@pytest.mark.timeout(120)
+def test_the_collectives_of_a_replica_have_the_limit_of_the_default_group(tmp_path: Path) -> None:
+    """Torch's own would be 30 minutes."""
+    processes.start_processes(
+        lets_its_neighbour_wait, args=(free_port(), str(tmp_path), 8.0), nprocs=4, start_method=METHOD
+    )
+    assert "8000ms" in (tmp_path / "rank0").read_text()

@@ -1,6 +1,7 @@
 """Code of the ranks in tests of several ranks; a module of its own, so that processes can import it."""
 
 import pickle
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -14,8 +15,9 @@ import torch.multiprocessing as processes
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
+from async_flowrl.training.fsdp import replica_mesh
 from async_flowrl.training.messages import GroupSums, TrainRequest, UpdateStats, merged, with_means
-from async_flowrl.training.parts import tickets_for, tickets_of
+from async_flowrl.training.parts import World, tickets_for, tickets_of
 from async_flowrl.training.trainer_worker import TrainerWorker
 from separation.rendezvous import join, leave
 from tests.support import trainer_rig as rig
@@ -146,3 +148,16 @@ def _step(worker: TrainerWorker, step: int, handed: list[rig.Handed], plan: rig.
         end = TrainRequest(step, (), planned=planned, probe=lowest, probe_tickets=first)
         if worker.add_up(end, *[its_tickets[place] for place in first]) is None:
             return worker.take_step()
+
+
+def lets_its_neighbour_wait(rank: int, port: int, folder: str, seconds: float) -> None:
+    """One of four ranks: the first of each replica waits for the second, which does not come, until its limit."""
+    join(rank, 4, "127.0.0.1", port, timeout=seconds)
+    group = replica_mesh(World(rank, 4, per_replica=2, joined=True), torch.device("cpu")).get_group()
+    if rank % 2 == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            (Path(folder) / f"rank{rank}").write_text(str(error))
+    while len(list(Path(folder).glob("rank*"))) < 2:
+        time.sleep(0.1)
