@@ -194,9 +194,10 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
 def _check_averages_teachers_and_reference(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     """Refuses settings of an average, a teacher or a reference that the loss lacks, or does not compare with."""
     if ("average" in algorithm.needs) != (config.average_decay is not None):
-        compares = "compares with a moving average" if config.average_decay is None else "compares with no average"
-        given = config.average_decay or "null"
-        raise ValueError(f"{config.name} {compares} with these settings, got algorithm.average_decay={given}")
+        kind, given = ("a moving", "null") if config.average_decay is None else ("no", config.average_decay)
+        reason = f"algorithm.anchor={config.anchor} and algorithm.average_coef={config.average_coef:g}"
+        told = f"{config.name} compares with {kind} average with {reason}"
+        raise ValueError(f"{told}, got algorithm.average_decay={given}")
     if bool(config.teachers) != ("teacher" in algorithm.needs):
         given = f"algorithm.teachers={list(config.teachers)}, algorithm.teacher_coef={config.teacher_coef:g}"
         raise ValueError(f"{config.name} needs both to learn from a teacher, or neither, got {given}")
@@ -216,9 +217,8 @@ def _check_averages_teachers_and_reference(algorithm: Algorithm, config: Algorit
         )
     for key in ("reference_cfg_scale", "reference_every"):
         if (given := getattr(config, key)) is not None and "reference" not in algorithm.needs:
-            raise ValueError(
-                f"{config.name} compares with no reference with these settings, got algorithm.{key}={given}"
-            )
+            reason = f"algorithm.kl_coef={config.kl_coef:g} and algorithm.kl_form={config.kl_form}"
+            raise ValueError(f"{config.name} compares with no reference with {reason}, got algorithm.{key}={given}")
 
 
 def _check_run(algorithm: Algorithm, run: Config) -> None:

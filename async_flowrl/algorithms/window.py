@@ -151,7 +151,9 @@ def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
             f"one, got {tuple(config.sde_window_range or (low, high))}"
         )
     if config.window in ("random", "sliding"):
-        _check_size(config, high - low)
+        span = list(config.sde_window_range or ()) or "null"
+        given = f"algorithm.sde_window_range={span} and rollout.num_inference_steps={num_inference_steps}"
+        _check_size(config, high - low, given)
     if config.window == "sliding" and config.window_interval_min > config.window_interval:
         bound = f"window_interval={config.window_interval}"
         raise ValueError(f"algorithm.window_interval_min must be at most {bound}, got {config.window_interval_min}")
@@ -159,9 +161,9 @@ def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
         _check_list(config, num_inference_steps)
 
 
-def _check_size(config: AlgorithmConfig, available: int) -> None:
+def _check_size(config: AlgorithmConfig, available: int, given: str) -> None:
     if config.sde_window_size is None or config.sde_window_size > available:
-        bound = f"in 1..{available} for window={config.window}"
+        bound = f"in 1..{available} for window={config.window} with {given}"
         raise ValueError(f"algorithm.sde_window_size must be {bound}, got {config.sde_window_size}")
 
 
@@ -171,4 +173,4 @@ def _check_list(config: AlgorithmConfig, num_inference_steps: int) -> None:
         last = num_inference_steps - 2
         raise ValueError(f"algorithm.window_list must name different steps in 0..{last}, got {config.window_list}")
     if config.sde_window_size is not None:
-        _check_size(config, len(steps))
+        _check_size(config, len(steps), f"algorithm.window_list={steps}")

@@ -163,6 +163,9 @@ def test_an_own_algorithm_may_name_only_predictions_that_there_are(
     [
         ({"name": "dgpo", "clip_range": 0.01}, "average_decay"),
         ({"name": "crd", "reference_cfg_scale": 4.5, "kl_coef": 0.1}, "anchor"),
+        ({"name": "awm", "average_decay": "quick"}, "average_coef=0,"),
+        ({"name": "crd", "anchor": "average", "average_decay": None}, "anchor=average"),
+        ({"reference_every": 2}, "kl_coef=0 "),
         (
             {"teachers": {"a": "x"}, "teacher_coef": 1.0, "policy_coef": 0.0, "zero_std_groups": "drop"},
             "zero_std_groups",

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -150,3 +151,10 @@ def test_any_valid_window(kind: str, steps: int, data: st.DataObject) -> None:
     assert len(window.train_steps) == trained_steps(config, steps)
     if kind != "list":
         assert all(low <= index < high for index in window.noise_steps)
+
+
+@pytest.mark.parametrize("fields", [{"sde_window_range": (1, 3)}, {"window": "list", "window_list": [0, 2]}])
+def test_a_window_that_is_too_large_is_told_with_the_key_that_bounds_it(fields: dict[str, Any]) -> None:
+    config = AlgorithmConfig(**{"window": "sliding", "sde_window_size": 4, **fields})
+    with pytest.raises(ValueError, match=rf"sde_window_size must be in 1\.\.2 .*algorithm\.{list(fields)[-1]}=\["):
+        check_window(config, 9)
