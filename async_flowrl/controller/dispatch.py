@@ -209,7 +209,7 @@ async def replace_rollout(ctx: Context, index: int, death: BaseException, *, pau
     SenderFailed or SenderLate.
     """
     dead = seated(ctx.rollout, index)
-    ctx.observer.event("fault", worker=dead.name, kind=type(death).__name__, message=str(death))
+    ctx.weights.record_loss(dead.name, death)
     logger.warning("%s is lost: %s", dead.name, death)
     dead.kill()
     ctx.table.lost_worker(dead.name)

@@ -56,6 +56,7 @@ class PublishedWeights:
     stall_seconds: float = 0.0  # Seconds that the trainer has waited in `publish`.
     _first: int = 0  # First version that this attempt publishes for training.
     _newest: int = -1  # Highest version that any worker has acknowledged; -1 for none.
+    _lost: set[str] = field(default_factory=set)  # Rollout workers whose loss is recorded.
     _corrupted: int = 0  # Workers given up over damaged weights since `_newest` was acknowledged for the first time.
     # The delivery of the policy and, if `trainer.ema_decay` is set, that of its EMA, which is only evaluated.
     _deliveries: list[Delivery] = field(default_factory=list)
@@ -246,8 +247,14 @@ class PublishedWeights:
         self._record("acknowledged", ack.stream, ack.version, ack.digest, worker)
         self.work.notify(worker)
 
+    def record_loss(self, name: str, error: BaseException) -> None:
+        """Records that a rollout worker is lost, once: deliveries find it as well as the loop that gives it tickets."""
+        if name not in self._lost:
+            self._lost.add(name)
+            self.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
+
     async def _give_up(self, name: str, error: BaseException) -> None:
-        self.observer.event("fault", worker=name, kind=type(error).__name__, message=str(error))
+        self.record_loss(name, error)
         for worker in self.rollout.workers:
             if worker.name == name:
                 worker.kill()

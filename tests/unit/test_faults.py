@@ -55,6 +55,13 @@ def test_damaged_weights_are_sent_again(number: int, what: str) -> None:
     assert (found.sync["corrupt"], found.sync["retries"]) == ((0, 0) if number == 1 else (1, 1))
 
 
+@pytest.mark.parametrize(("method", "what"), [("receive", "kill"), ("receive", "hang"), ("prove", "kill")])
+def test_a_worker_that_its_delivery_loses_is_one_fault(method: str, what: str) -> None:
+    found = disturbed(once("rollout-1", method, 1, what), trainer__ema_decay=0.9)
+    (fault,) = found.observer.of("fault")
+    assert (fault["worker"], found.groups["rollout"].replaced) == ("rollout-1", 1)
+
+
 def test_a_worker_that_dies_while_it_waits_is_replaced_at_once() -> None:
     when: dict[str, float] = {}
 
