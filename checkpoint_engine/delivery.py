@@ -122,8 +122,7 @@ class ReceiverQueue:
                 job.payload = self._delivery.payload(job.header)
             try:
                 payload = await self._payload(job)
-                async with asyncio.timeout(self._options.deadline):
-                    ack = await self.endpoint.receive(job.header, payload, job.slot)
+                ack = await self._receive(job, payload)
             except Exception as raised:
                 error = raised
                 judged = verdict(raised)
@@ -141,6 +140,14 @@ class ReceiverQueue:
                 self.acknowledge(job, ack)
                 return None
         return error
+
+    async def _receive(self, job: Job, payload: Any) -> Ack:
+        seconds = self._options.deadline
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.endpoint.receive(job.header, payload, job.slot)
+        except TimeoutError as late:
+            raise TimeoutError(str(late) or f"{self.name} did not take {job.header.title} in {seconds:g} s") from late
 
     async def _payload(self, job: Job) -> Any:
         # From the parent in the fan-out tree once, and otherwise from the sender. The sender's payload outlives the

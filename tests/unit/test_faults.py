@@ -60,6 +60,7 @@ def test_a_worker_that_its_delivery_loses_is_one_fault(method: str, what: str) -
     found = disturbed(once("rollout-1", method, 1, what), trainer__ema_decay=0.9)
     (fault,) = found.observer.of("fault")
     assert (fault["worker"], found.groups["rollout"].replaced) == ("rollout-1", 1)
+    assert "rollout-1" in fault["message"]
 
 
 def test_a_worker_that_dies_while_it_waits_is_replaced_at_once() -> None:
