@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_flowrl.config.error_text import first_line, quieter
+from async_flowrl.config.error_text import first_line, quieter, shortened
 from async_flowrl.policies import lora_file
 from async_flowrl.policies.registry import ResolvedModel, folder_of, weights_of
 from async_flowrl.policies.stored import EXPERTS, FILE, FOLDER, StoredWeights, check_fits, network_folders, prefixes
@@ -149,6 +149,7 @@ def _check_whole(converted: Mapping[str, Tensor], title: str) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns an error's message in one line; torch names the first mismatch only in the second line."""
+    """Returns an error's message in one short line; torch names the first mismatch only in the second line."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
-    return " ".join(lines) if lines and lines[0].endswith(":") else first_line(error)
+    reason = " ".join(lines) if lines and lines[0].endswith(":") else first_line(error)
+    return shortened(reason, 300)  # PEFT lists all layers
