@@ -261,7 +261,7 @@ class PipelinePolicy(ABC):
         if not least <= count <= most:
             takes = f"needs at least {least} image" if count < least else f"takes at most {most} image"
             takes = takes if most else "makes images from text alone"
-            raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (columns image and images, data.images)")
+            raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (image, images, data.images; --image)")
 
     @classmethod
     def check_marks(cls, *texts: str | None, negative: str | None = None) -> None:
