@@ -72,6 +72,8 @@ def variants(devices: int, rollout: int) -> Variants:
 
 def chosen(options: argparse.Namespace) -> Variants:
     devices = sum(options.split) if options.split else options.devices or torch.cuda.device_count() or 2
+    if options.devices not in (None, devices):
+        raise ValueError(f"--split is of {devices} devices, got --devices {options.devices}: leave one of them out")
     if devices < 2:
         raise ValueError(f"separate pools need two devices or more, got --devices {devices}")
     every = variants(devices, options.split[0] if options.split else devices // 2)

@@ -300,6 +300,7 @@ def test_prompt_files(tmp_path: Path, refused: Refused) -> None:
         ("report RUN --max-mib inf", "--max-mib"),
         (f"evaluate RUN --out {__file__}", "--out"),
         (f"benchmark --out {__file__}", "--out"),
+        ("benchmark --devices 2 --split 5:3", "--split is of 8 devices, got --devices 2"),
         ("benchmark --steps 4", "--steps must be above 4 with the variant fully_async, got 4"),
     ],
 )
