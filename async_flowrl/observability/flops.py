@@ -88,6 +88,12 @@ class Meter:
         return self._counted.get(shape)
 
 
+def device_kind(device: torch.device) -> str:
+    """Returns the name of a GPU, or the instructions that torch uses on this CPU; other kinds round differently."""
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+
+
 def device_peak() -> float | None:
     """Peak FLOP/s of this process's current GPU (see tensor_peak); None without a GPU or for an unknown one."""
     return tensor_peak(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

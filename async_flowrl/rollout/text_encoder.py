@@ -17,6 +17,7 @@ from safetensors.numpy import load, save
 from torch import Tensor, nn
 
 from async_flowrl.config.paths import sha256_of, share_file
+from async_flowrl.observability.flops import device_kind
 from async_flowrl.policies.checked import source_digest
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import ResolvedModel
@@ -184,8 +185,7 @@ class EmbeddingFiles:
 
 def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, deterministic: bool) -> str:
     """Returns the SHA-256 (hex) of everything, except the prompt, that the bits of an embedding depend on."""
-    cuda = device.type == "cuda"
-    where = torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability()
+    threads = None if device.type == "cuda" else torch.get_num_threads()
     packages = {name: version(name) for name in PACKAGES}
     return _digest(
         {
@@ -193,7 +193,7 @@ def encoder_digest(folder: Path, model: ResolvedModel, device: torch.device, *, 
             "family": [model.family, source_digest(model.family)],
             "dtype": " ".join(filter(None, (model.dtype, model.quantize_text_encoder))),
             "max_sequence_length": model.max_sequence_length,
-            "device": [device.type, where, None if cuda else torch.get_num_threads(), deterministic],
+            "device": [device.type, device_kind(device), threads, deterministic],
             "packages": packages,
             "files": {str(file.relative_to(folder)): sha256_of(file) for file in _files(folder)},
         }

@@ -16,7 +16,7 @@ from async_flowrl.algorithms.base import Algorithm, differentiates_reward
 from async_flowrl.algorithms.registry import build_algorithm
 from async_flowrl.config.resolution import Resolution, configured
 from async_flowrl.config.schema import Config, TrainerConfig
-from async_flowrl.observability.flops import device_peak, reserved_memory
+from async_flowrl.observability.flops import device_kind, device_peak, reserved_memory
 from async_flowrl.policies.kernels import repeatable_kernels
 from async_flowrl.policies.lora import read_teacher
 from async_flowrl.policies.one_base import OneBase
@@ -141,6 +141,7 @@ class TrainerWorker:
             "trainable_parameters": self.parameters.numel,
             "trainable_tensors": len(trained),
             "device": str(self.device),
+            "device_kind": device_kind(self.device),
             "peak_flops": device_peak() if peak is None else peak * 1e12,
         }
 

@@ -93,7 +93,8 @@ class ToyTrainer:
         return self.tensors[name]
 
     def load(self, settings: Any = None) -> dict[str, Any]:
-        return {"base_digest": "toy", "device": "cpu", "ranks_per_replica": self.position.per_replica}
+        report = {"base_digest": "toy", "device": "cpu", "device_kind": "toy"}
+        return {**report, "ranks_per_replica": self.position.per_replica}
 
     def proximal(self, request: TrainRequest, *trajectories: Trajectory) -> None:
         """The loss has no ratio, so there is nothing to predict."""

@@ -18,6 +18,7 @@ from async_flowrl.config.schema import LimitsConfig, RewardTerm
 from async_flowrl.controller.kept_state import MOST, DamagedState, KeptState, KeptStates
 from async_flowrl.controller.resume import Resume
 from async_flowrl.observability.evaluations import Evaluation, EvaluationLog
+from async_flowrl.run import launch
 from async_flowrl.run.recovery import take_over, with_unevaluated
 from async_flowrl.tickets.table import EVALUATION, Refused
 from async_flowrl.training.checkpoint import Checkpoint, PackedState
@@ -458,3 +459,16 @@ def test_a_checkpoint_of_another_run_comes_without_its_scores(tmp_path: Path, mo
     assert go(tmp_path / "run", resume=str(tmp_path / "other" / "checkpoints" / "step_4"), **settings) is None
     assert Counter(line["step"] for line in scored(tmp_path / "run")) == {4: 4, 5: 4}
     assert len(asked) == 2 * 4 + 2, "two steps, and the prompts of the last evaluation"
+
+
+def test_trainer_ranks_on_different_kinds_of_devices_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load = ToyTrainer.load
+    monkeypatch.setattr(
+        ToyTrainer, "load", lambda self, *given: load(self, *given) | {"device_kind": f"card {self.index}"}
+    )
+    with toy_ranks_meet():
+        assert go(tmp_path / "run", trainer__num_workers=2) is None
+    (warning,) = (record for record in caplog.records if record.name == launch.__name__)
+    assert warning.levelname == "WARNING" and "card 0 (trainer-0), card 1 (trainer-1)" in warning.getMessage()
