@@ -82,7 +82,7 @@ def test_a_state_with_another_digest_is_refused_and_nothing_of_it_taken() -> Non
 
 
 def test_the_bytes_of_a_state_are_no_part_of_its_pickle() -> None:
-    """Bytes within a pickle are copied under Python's global lock, and the thread that trains stands still meanwhile."""
+    """Bytes within a pickle are copied under Python's global lock, for which the thread that trains then waits."""
     worker = rig.trainer(rig.tiny_config())
     _, state = worker.kept_state(worker.snapshot())
     buffers: list[pickle.PickleBuffer] = []
