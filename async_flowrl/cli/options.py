@@ -12,6 +12,12 @@ def count(value: str) -> int:
     return number
 
 
+def gigabytes(value: str) -> float:
+    if not value.replace(".", "", 1).isdecimal() or not float(value):
+        raise argparse.ArgumentTypeError(f"must be a card's memory in GB, as it is sold, for example 80, got {value}")
+    return float(value)
+
+
 def seed(value: str) -> int:
     if not 0 <= (number := int(value)) <= MAX_SEED:
         raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_SEED}, got {value}")

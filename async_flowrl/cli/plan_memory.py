@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from async_flowrl.cli.cards import gib_of
+from async_flowrl.cli.options import gigabytes
 from async_flowrl.config.check import check, toy_values
 from async_flowrl.config.compose import DEFAULT, compose_config
 from async_flowrl.config.resolution import in_pixels, sized
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="async-flowrl plan --memory", description="What a configuration needs, and whether it fits."
     )
-    parser.add_argument("--device", type=float, default=80, metavar="GB", help="a card sold with so many (default 80)")
+    parser.add_argument("--device", type=gigabytes, default=80, metavar="GB", help="a card sold with so many (default 80)")
     options, config = configured(parser, arguments)
     gib = gib_of(options.device)
     config, reason = resolved_on(at_largest(config), round(gib * GIB))

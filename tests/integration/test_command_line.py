@@ -64,6 +64,14 @@ def test_a_good_configuration_leaves_stderr_empty(tmp_path: Path, monkeypatch: p
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("device", ["H100", "0", "-80"])
+def test_a_card_is_given_by_its_memory(
+    device: str, here: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here("plan", "--memory", f"--device={device}", of=verbs.main) == 2
+    assert f"80, got {device}" in capsys.readouterr().err
+
+
 def test_the_console_command_itself(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     done = command("verify_")
     assert done.returncode == 2 and "did you mean 'verify'" in done.stderr
