@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="async-flowrl plan --memory", description="What a configuration needs, and whether it fits."
     )
-    parser.add_argument("--device", type=gigabytes, default=80, metavar="GB", help="a card sold with so many (default 80)")
+    parser.add_argument("--device", type=gigabytes, default=80, metavar="GB", help="as the card is sold (default 80)")
     options, config = configured(parser, arguments)
     gib = gib_of(options.device)
     config, reason = resolved_on(at_largest(config), round(gib * GIB))
