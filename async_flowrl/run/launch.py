@@ -145,10 +145,7 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
         infos: list[dict[str, Any]] = await trainers.all("load", trainers.settings)
     kinds = {info["device_kind"]: worker.name for info, worker in zip(infos, group.workers, strict=True)}
     if len(kinds) > 1:
-        found = ", ".join(f"{kind} ({name})" for kind, name in kinds.items())
-        logger.warning(
-            "trainer ranks have devices that round differently, so weights depend on who trains what: %s", found
-        )
+        logger.warning("trainer ranks round differently, so weights depend on which one trains what: %s", kinds)
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
 
