@@ -98,10 +98,11 @@ class Gather:
                 _settle(receipt)
                 pieces.append(piece)
             self.place(bucket, number, [piece.numpy() for piece in pieces], work)
+        own = next(local).view(share.sample.dtype)
         for rank, layout in enumerate(self._shares):
             rows = [shard_rows(len(tensor), len(self._shares), rank) for tensor in whole]
-            views = [tensor[local.start : local.stop] for tensor, local in zip(whole, rows, strict=True)]
-            expected = torch.empty_like(sample(layout, views)) if rank else next(local).view(share.sample.dtype)
+            views = [tensor[part.start : part.stop] for tensor, part in zip(whole, rows, strict=True)]
+            expected = torch.empty_like(sample(layout, views)) if rank else own
             if rank:
                 _settle(self.start("recv", expected.view(torch.uint8), rank, len(self._buckets)))
             check_sample(layout, f"{work.draft.title}, of rank {rank}", expected, views)

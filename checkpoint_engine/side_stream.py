@@ -185,12 +185,26 @@ def pinned(nbytes: int) -> Tensor:
     return torch.from_numpy(_locked(pinned_bytes(nbytes)))[:nbytes]
 
 
+class PageLockRefused(MemoryError):
+    def __init__(self, code: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code  # Of CUDA's runtime.
+
+
+UNSUPPORTED = (304, 800, 801)  # cudaErrorOperatingSystem, cudaErrorNotPermitted, cudaErrorNotSupported
+
+
 @functools.cache
 def page_locks() -> bool:
-    """Returns whether CUDA page-locks ordinary memory: some virtual machines and sandboxes refuse it. Asked once."""
+    """Returns whether CUDA page-locks ordinary memory, which some virtual machines and sandboxes refuse. Asked once.
+
+    Raises MemoryError if it could, but has no room.
+    """
     try:
         _locked(mmap.PAGESIZE)
-    except MemoryError as error:
+    except PageLockRefused as error:
+        if error.code not in UNSUPPORTED:
+            raise
         logger.warning("large buffers take up to twice their size of host memory here: %s", error)
         forget_error()
         return False
@@ -221,4 +235,4 @@ def _release(address: int, mapping: mmap.mmap) -> None:
 
 def _check(code: int, what: str) -> None:
     if int(code) != 0:
-        raise MemoryError(f"CUDA can't {what}: {cuda.cudart().cudaGetErrorString(code)}")
+        raise PageLockRefused(int(code), f"CUDA can't {what}: {cuda.cudart().cudaGetErrorString(code)}")

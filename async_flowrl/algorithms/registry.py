@@ -194,10 +194,9 @@ def _check_steps(algorithm: Algorithm, config: AlgorithmConfig, *, final: bool) 
 def _check_averages_teachers_and_reference(algorithm: Algorithm, config: AlgorithmConfig) -> None:
     """Refuses settings of an average, a teacher or a reference that the loss lacks, or does not compare with."""
     if ("average" in algorithm.needs) != (config.average_decay is not None):
-        kind, given = ("a moving", "null") if config.average_decay is None else ("no", config.average_decay)
-        reason = f"algorithm.anchor={config.anchor} and algorithm.average_coef={config.average_coef:g}"
-        told = f"{config.name} compares with {kind} average with {reason}"
-        raise ValueError(f"{told}, got algorithm.average_decay={given}")
+        kind, decay = ("a moving", "null") if config.average_decay is None else ("no", config.average_decay)
+        sentence = f"{config.name} compares with {kind} average{_with(config, 'anchor', 'average_coef')}"
+        raise ValueError(f"{sentence}, got algorithm.average_decay={decay}")
     if bool(config.teachers) != ("teacher" in algorithm.needs):
         given = f"algorithm.teachers={list(config.teachers)}, algorithm.teacher_coef={config.teacher_coef:g}"
         raise ValueError(f"{config.name} needs both to learn from a teacher, or neither, got {given}")
@@ -217,8 +216,16 @@ def _check_averages_teachers_and_reference(algorithm: Algorithm, config: Algorit
         )
     for key in ("reference_cfg_scale", "reference_every"):
         if (given := getattr(config, key)) is not None and "reference" not in algorithm.needs:
-            reason = f"algorithm.kl_coef={config.kl_coef:g} and algorithm.kl_form={config.kl_form}"
-            raise ValueError(f"{config.name} compares with no reference with {reason}, got algorithm.{key}={given}")
+            sentence = f"{config.name} compares with no reference{_with(config, 'anchor', 'kl_coef', 'kl_form')}"
+            raise ValueError(f"{sentence}, got algorithm.{key}={given}")
+
+
+def _with(config: AlgorithmConfig, *keys: str) -> str:
+    """Returns the fields of `keys` that the algorithm uses, as `with algorithm.anchor=reference`."""
+    used = [key for key in keys if config.name in (USED_BY.get(key) or ())]
+    return " with " * bool(used) + " and ".join(
+        f"algorithm.{key}={as_written(getattr(config, key)).removesuffix('.0')}" for key in used
+    )
 
 
 def _check_run(algorithm: Algorithm, run: Config) -> None:

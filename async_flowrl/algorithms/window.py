@@ -152,8 +152,8 @@ def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
         )
     if config.window in ("random", "sliding"):
         span = list(config.sde_window_range or ()) or "null"
-        given = f"algorithm.sde_window_range={span} and rollout.num_inference_steps={num_inference_steps}"
-        _check_size(config, high - low, given)
+        bounds = f"algorithm.sde_window_range={span} and rollout.num_inference_steps={num_inference_steps}"
+        _check_size(config, high - low, bounds)
     if config.window == "sliding" and config.window_interval_min > config.window_interval:
         bound = f"window_interval={config.window_interval}"
         raise ValueError(f"algorithm.window_interval_min must be at most {bound}, got {config.window_interval_min}")
@@ -161,9 +161,9 @@ def check_window(config: AlgorithmConfig, num_inference_steps: int) -> None:
         _check_list(config, num_inference_steps)
 
 
-def _check_size(config: AlgorithmConfig, available: int, given: str) -> None:
+def _check_size(config: AlgorithmConfig, available: int, bounds: str) -> None:
     if config.sde_window_size is None or config.sde_window_size > available:
-        bound = f"in 1..{available} for window={config.window} with {given}"
+        bound = f"in 1..{available} for window={config.window} with {bounds}"
         raise ValueError(f"algorithm.sde_window_size must be {bound}, got {config.sde_window_size}")
 
 

@@ -1,6 +1,7 @@
 """Types of command line options, for argparse."""
 
 import argparse
+import re
 from pathlib import Path
 
 from async_flowrl.config.settings import MAX_SEED
@@ -39,4 +40,4 @@ def pair(value: str) -> tuple[int, int]:
 
 def of_option(reason: object, option: str, value: str | None) -> str:
     """Returns a refusal in which the option stands for the setting `model.path`, if the model is its value."""
-    return str(reason) if value is None else str(reason).replace("model.path", option)
+    return str(reason) if value is None else re.sub(rf"\bmodel\.path(?= '?{re.escape(value)})", option, str(reason))

@@ -71,11 +71,13 @@ class PublishedWeights:
         present = list(self.rollout.workers)
         await self._start()
         # As a version does, the proof goes from node to node: Ray fetches a value from any node that has it.
-        above, admitted = parents({worker.name: worker.node for worker in present}), dict[str, asyncio.Task[None]]()
+        above = parents({worker.name: worker.node for worker in present})
+        arrived = {worker.name: asyncio.Event() for worker in present}
         async with asyncio.TaskGroup() as tasks:
             for worker in present:
-                before = admitted.get(above[worker.name] or "")
-                admitted[worker.name] = tasks.create_task(self._admit(worker, before))
+                parent = above[worker.name]
+                before = None if parent is None else arrived[parent]
+                tasks.create_task(self._admit(worker, before, arrived[worker.name]))
         self._first = self._oldest_named()
         if self.config.trainer.ema_decay is None:
             for version in sorted(version for version in self.held if version < self._first):
@@ -113,12 +115,17 @@ class PublishedWeights:
         oldest = self._oldest_named()
         await self._join(worker, [v for v in self.table.published if v >= oldest])
 
-    async def prove(self, worker: Worker) -> None:
+    async def prove(self, worker: Worker, arrived: asyncio.Event | None = None) -> None:
         """Delivers random weights to a new worker and checks that it computes the same with them as the trainer.
 
-        Raises WeightsMismatch, which names the module, WorkerDied, DeadlineExceeded, and the errors of the sender.
+        `arrived` is set when the worker has them, or will not get them. Raises WeightsMismatch, which names the module,
+        WorkerDied, DeadlineExceeded, and the errors of the sender.
         """
-        await self._deliver_proof(worker)
+        try:
+            await self._deliver_proof(worker)
+        finally:
+            if arrived is not None:
+                arrived.set()
         async with deadline(self.config.deadlines.publish, f"publish: proof of {worker.name}"):
             answer = await worker.call("prove", PROOF_VERSION)
         check_binding(self._proof[2], answer, who=worker.name)
@@ -220,11 +227,11 @@ class PublishedWeights:
             self._deliveries.append(made(average, options=self.placement.delivery_options(EMA)))
         self._started.set()
 
-    async def _admit(self, worker: Worker, after: asyncio.Task[None] | None) -> None:
-        if after is not None:
-            await asyncio.wait([after])
+    async def _admit(self, worker: Worker, before: asyncio.Event | None, arrived: asyncio.Event) -> None:
+        if before is not None:
+            await before.wait()
         try:
-            await self.prove(worker)
+            await self.prove(worker, arrived)
         except SenderLost:
             raise
         except (WorkerDied, DeadlineExceeded) as lost:

@@ -27,8 +27,8 @@ from async_flowrl.report.series import bucket_width, lines_of, rounded
 Document = dict[str, Any]
 # Value of `max_mib` (MiB of pictures inside a page) if no configuration sets monitor.report_mib.
 MAX_MIB = 16.0
-# Runs that differ in at most so many settings have them in their names.
-NAMED_SETTINGS = 2
+# Runs that differ in at most so many settings have them in their names, if that takes at most so many letters.
+NAMED_SETTINGS, MAX_NAMED_LETTERS = 2, 60
 
 
 def document(runs: Sequence[Path]) -> Document:
@@ -41,7 +41,9 @@ def document(runs: Sequence[Path]) -> Document:
     names = [str(path.with_name(f"run {path.name}") if path.name.isdigit() else path) for path in relative]
     differ = differences(records)
     if differ and 0 < len(differ["rows"]) <= NAMED_SETTINGS:
-        names = [f"{name} ({told_apart(differ['rows'], place)})" for place, name in enumerate(names)]
+        settings = [settings_in_words(differ["rows"], place) for place in range(len(names))]
+        if max(map(len, settings)) <= MAX_NAMED_LETTERS:
+            names = [f"{name} ({each})" for name, each in zip(names, settings, strict=True)]
     documents = [run_document(run, name) for run, name in zip(records, names, strict=True)]
     return {
         "title": names[0] if len(names) == 1 else f"{len(names)} runs",
@@ -54,8 +56,8 @@ def document(runs: Sequence[Path]) -> Document:
     }
 
 
-def told_apart(rows: Sequence[Document], place: int) -> str:
-    return ", ".join(f"{row['key'].rpartition('.')[2]}={row['values'][place]}" for row in rows)
+def settings_in_words(rows: Sequence[Document], place: int) -> str:
+    return ", ".join(f"{'.'.join(row['key'].split('.')[-2:])}={row['values'][place]}" for row in rows)
 
 
 def run_document(run: Records, name: str) -> Document:

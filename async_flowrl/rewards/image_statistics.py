@@ -193,13 +193,13 @@ def _counted(prompt: Prompt, size: tuple[int, int], of_source: tuple[int, int]) 
         raise PromptRefused(f"{EDIT_BOX} must be four numbers, left, top, right and bottom, got {box!r:.80}")
     corners = corners.clip(0, [of_source[1], of_source[0]] * 2)
     if (corners[:2] >= corners[2:]).any():
-        where = f"the image of {of_source[1]} × {of_source[0]} pixels"
+        where = f"the image of {of_source[0]} × {of_source[1]} px (height × width)"
         raise PromptRefused(f"{EDIT_BOX}, left, top, right and bottom, must cover a part of {where}, got {box!r:.80}")
     scale = np.array([size[1] / of_source[1], size[0] / of_source[0]] * 2)
     left, top, right, bottom = np.rint(corners * scale).astype(int)
     mask[top:bottom, left:right] = 0
     if not mask.any():
-        raise PromptRefused(f"{EDIT_BOX} {box!r:.80} leaves no pixel of an image of {size[1]} × {size[0]} pixels")
+        raise PromptRefused(f"{EDIT_BOX} {box!r:.80} leaves no pixel of {size[0]} × {size[1]} (height × width)")
     return mask
 
 

@@ -246,14 +246,19 @@ def resolve_term(key: str, term: RewardTerm, section: str = TRAINED) -> Callable
         except TypeError as error:
             names = ", ".join(term.options) or "none"
             raise ValueError(f"{where}: {name} cannot be built with the options given ({names}): {error}") from error
-    signature, last = inspect.signature(attribute.__call__ if is_class else attribute), ", sources" if sources else ""
-    called_with = f"({'image' if _flag(where, attribute, POINTWISE) else 'images'}, prompt{last})"
+    images = "image" if _flag(where, attribute, POINTWISE) else "images"
+    called_with = f"({images}, prompt{', sources' if sources else ''})"
     try:
-        signature.bind(*[None] * is_class, None, None, *sources, **({} if is_class else term.options))
+        if is_class:
+            inspect.signature(attribute.__call__).bind(None, None, None, *sources)
+        else:
+            inspect.signature(attribute).bind(None, None, *sources, **term.options)
     except TypeError as error:
         raise ValueError(f"{where}: {name} cannot be called with {called_with}: {error}") from error
-    if {"prompt", "prompts", "completions"}.intersection([*signature.parameters][: 1 + is_class]):
-        raise ValueError(f"{where}: {name} takes {signature}, and is called with {called_with}")
+    called = attribute.__call__ if is_class else attribute
+    first = [*inspect.signature(called, follow_wrapped=False).parameters][is_class : is_class + 1]
+    if first in (["prompt"], ["prompts"]):
+        raise ValueError(f"{where}: {name} takes {first[0]} first, and is called with {called_with}")
     return cast("Callable[..., Any]", attribute)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -143,9 +144,14 @@ async def load_trainer(config: Config, group: WorkerGroup, trainers: TrainerGrou
                 group, timeout=controller_placement(config).update_seconds(MAX_GROUPS_PER_CALL + 2)
             )
         infos: list[dict[str, Any]] = await trainers.all("load", trainers.settings)
-    kinds = {info["device_kind"]: worker.name for info, worker in zip(infos, group.workers, strict=True)}
+    kinds = Counter(info["device_kind"] for info in infos)
     if len(kinds) > 1:
-        logger.warning("trainer ranks round differently, so weights depend on which one trains what: %s", kinds)
+        counted = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+        logger.warning(
+            "trainer ranks on devices of several kinds may round differently, so that the weights depend on which rank "
+            "trains what: %s",
+            counted,
+        )
     trainers.laid_out(config, infos[0]["ranks_per_replica"])
     return infos[0]
 

@@ -44,6 +44,7 @@ from async_flowrl.tickets.request import RequestBuilder
 from async_flowrl.tickets.table import TicketTable
 from async_flowrl.training.checkpoint import (
     DamagedCheckpoint,
+    PackedState,
     checkpoint_step,
     drop_newer,
     written,
@@ -208,13 +209,16 @@ def with_unevaluated(config: Config, resume: Resume, evaluations: EvaluationLog)
     return replace(resume, held=frozenset(held))
 
 
+PASS_ON = f"{PackedState.__module__}:{PackedState.passed_on.__qualname__}"
+
+
 async def take_over(trainers: TrainerGroup, kept: KeptState, held: Collection[tuple[str, int]]) -> None:
     """Gives every trainer rank the kept state and the versions `held`. RuntimeError if their weights then differ."""
     # The first rank passes the state on, so that one copy of it leaves the controller, however many ranks there are.
     ranks, by_node = trainers.workers.workers, dict[str, list[Worker]]()
     packed: Ref = kept.packed
     if len(ranks) > 1:
-        _, (packed,) = await ranks[0].call_split("builtins:tuple", (None, kept.packed), returns=2)
+        _, (packed,) = await ranks[0].call_split(PASS_ON, kept.packed, returns=2)
     for rank in ranks:
         by_node.setdefault(rank.node, []).append(rank)
 

@@ -125,6 +125,10 @@ class PackedState:
     def digest(self) -> str:
         return combine([_json(self.trainer), self.layout.hash, *self.layout.digests(self.data)])
 
+    def passed_on(self) -> "tuple[None, PackedState]":
+        """Returns the state as a result of a call, of which other processes can be given a reference."""
+        return None, self
+
     def held_versions(self) -> frozenset[tuple[str, int]]:
         names = (entry.name.partition("/") for entry in self.layout.entries)
         return frozenset(_held_key(name) for part, _, name in names if part == HELD)

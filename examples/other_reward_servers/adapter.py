@@ -100,7 +100,7 @@ def reply(client: httpx.Client, url: str, **content: Any) -> bytes:
                     raise ValueError(f"{url} answered with more than {MAX_REPLY_BYTES} bytes")
     except httpx.HTTPError as error:
         raise ValueError(f"{url} does not answer: {type(error).__name__} {error}") from error
-    if response.is_error:  # flow_grpo's servers answer with a traceback
+    if not response.is_success:  # flow_grpo's servers answer with a traceback
         last = body.decode(errors="replace").strip().rpartition("\n")[2]
         raise ValueError(f"{url} answered {response.status_code}: {last[:200]}")
     return bytes(body)

@@ -345,7 +345,7 @@ def test_edits_of_another_shape_than_their_source(terms: str, tmp_path: Path, re
     (tmp_path / "edits.jsonl").write_text('{"prompt": "blue", "image": "a.png"}\n')
     edits = [f"data.train={tmp_path / 'edits.jsonl'}", "data.held_out=0", f"{terms}={{edit_consistency: {{}}}}"]
     message = refused(["model=tiny_qwen_image_edit", *edits, HERE])
-    assert "edit_consistency" in message and "24 × 16" in message
+    assert "edit_consistency" in message and "16 × 24" in message
 
 
 def test_more_workers_than_this_machine_holds(tmp_path: Path, refused: Refused) -> None:

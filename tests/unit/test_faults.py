@@ -55,12 +55,22 @@ def test_damaged_weights_are_sent_again(number: int, what: str) -> None:
     assert (found.sync["corrupt"], found.sync["retries"]) == ((0, 0) if number == 1 else (1, 1))
 
 
-@pytest.mark.parametrize(("method", "what"), [("receive", "kill"), ("receive", "hang"), ("prove", "kill")])
-def test_a_worker_that_its_delivery_loses_is_one_fault(method: str, what: str) -> None:
-    found = disturbed(once("rollout-1", method, 1, what), trainer__ema_decay=0.9)
+@pytest.mark.parametrize(
+    ("method", "number", "what", "message", "replaced"),
+    [
+        ("receive", 1, "kill", "rollout-1", 1),
+        ("receive", 1, "hang", "proof to rollout-1", 1),
+        ("receive", 2, "hang", "rollout-1 did not take version 0", 0),  # The run ends before.
+        ("prove", 1, "kill", "rollout-1", 1),
+    ],
+)
+def test_a_worker_that_its_delivery_loses_is_one_fault(
+    method: str, number: int, what: str, message: str, replaced: int
+) -> None:
+    found = disturbed(once("rollout-1", method, number, what), trainer__ema_decay=0.9)
     (fault,) = found.observer.of("fault")
-    assert (fault["worker"], found.groups["rollout"].replaced) == ("rollout-1", 1)
-    assert "rollout-1" in fault["message"]
+    assert (fault["worker"], found.groups["rollout"].replaced) == ("rollout-1", replaced)
+    assert message in fault["message"]
 
 
 def test_a_worker_that_dies_while_it_waits_is_replaced_at_once() -> None:

@@ -471,4 +471,4 @@ def test_trainer_ranks_on_different_kinds_of_devices_are_named(
     with toy_ranks_meet():
         assert go(tmp_path / "run", trainer__num_workers=2) is None
     (warning,) = (record for record in caplog.records if record.name == launch.__name__)
-    assert warning.levelname == "WARNING" and warning.args == {"card 0": "trainer-0", "card 1": "trainer-1"}
+    assert warning.levelname == "WARNING" and warning.args == ("1 × card 0, 1 × card 1",)

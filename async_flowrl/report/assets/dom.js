@@ -27,7 +27,11 @@ function number(value) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
-const brief = (name) => (name.length > 30 ? `${name.slice(0, 12)}…${name.slice(-16)}` : name);
+function brief(name) {
+  const [folder, ...settings] = name.split(/(?= \()/);
+  return [folder.length > 30 ? `${folder.slice(0, 12)}…${folder.slice(-16)}` : folder, ...settings].join("");
+}
+
 const rough = (value) => number(Number(value.toPrecision(2)));
 const signed = (value) => (value > 0 ? "+" : "") + number(value);
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;

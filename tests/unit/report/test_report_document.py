@@ -47,7 +47,10 @@ def test_runs_are_compared_with_the_error_of_their_difference(
         scores[place] = [score + more[int(place)] for score in by_image]
     (roots[1] / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
     page = document(roots)
-    assert [run["name"] for run in page["runs"]] == ["0.1 (learning_rate=0.1)", "0.2 (learning_rate=0.2)"]
+    assert [run["name"] for run in page["runs"]] == [
+        "0.1 (trainer.learning_rate=0.1)",
+        "0.2 (trainer.learning_rate=0.2)",
+    ]
     assert f"prompts {highest}" in page["headline"] and said in page["headline"]
 
 
