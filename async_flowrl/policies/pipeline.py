@@ -261,7 +261,8 @@ class PipelinePolicy(ABC):
         if not least <= count <= most:
             takes = f"needs at least {least} image" if count < least else f"takes at most {most} image"
             takes = takes if most else "makes images from text alone"
-            raise ValueError(f"{cls.title} {takes}, and the prompt has {count} (image, images, data.images; --image)")
+            where = "columns image and images, data.images; of generate, --image"
+            raise ValueError(f"{cls.title} {takes}, and the prompt has {count} ({where})")
 
     @classmethod
     def check_marks(cls, *texts: str | None, negative: str | None = None) -> None:
