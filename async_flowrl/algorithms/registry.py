@@ -223,9 +223,8 @@ def _check_averages_teachers_and_reference(algorithm: Algorithm, config: Algorit
 def _with(config: AlgorithmConfig, *keys: str) -> str:
     """Returns the fields of `keys` that the algorithm uses, as `with algorithm.anchor=reference`."""
     used = [key for key in keys if config.name in (USED_BY.get(key) or ())]
-    return " with " * bool(used) + " and ".join(
-        f"algorithm.{key}={as_written(getattr(config, key)).removesuffix('.0')}" for key in used
-    )
+    fields = [f"algorithm.{key}={as_written(getattr(config, key)).removesuffix('.0')}" for key in used]
+    return f" with {' and '.join(fields)}" if fields else ""
 
 
 def _check_run(algorithm: Algorithm, run: Config) -> None:

@@ -25,8 +25,8 @@ def free_gathered(network: nn.Module) -> None:
 
 def replica_mesh(world: World, device: torch.device) -> DeviceMesh:
     """Returns the mesh of this rank's replica, whose collectives have the time limit of the default group."""
-    # The base is frozen, so replicas need no collectives between them. The groups of a mesh of two dimensions would
-    # also have torch's own limit, which is 10 minutes for NCCL.
+    # The base is frozen wherever there are several replicas, so they need no collectives between them. The groups of a
+    # mesh of two dimensions would also have torch's own limit, which is 10 minutes for NCCL.
     group: Any = dist.group.WORLD if world.per_replica == world.size else neighbours(world.per_replica)
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
 
