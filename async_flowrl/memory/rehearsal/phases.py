@@ -7,7 +7,7 @@ new size (FSDP2 resizes the buffers that it gathers). Views do not count; of a s
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from async_flowrl.memory.rehearsal.operations import Call, stored_bytes
 from async_flowrl.observability.flops import FORMULAS
 
 # Prefixes of the names of operations that run no kernel. Views run none either.
@@ -35,6 +36,10 @@ _SENT = {
 
 # FLOPs, bytes read and written, and dtype of matrix products (None for kernels without).
 Kernel = tuple[float, int, torch.dtype | None]
+# Key of a call → the layout of what it makes, and its kernel.
+_known: dict[Hashable, tuple[Any, Kernel | None]] = {}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 @dataclass
@@ -70,6 +75,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}  # Key of a storage → its bytes.
         self._open: list[Phase] = []
         self._aside = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing is compiled in a rehearsal, and what torch wraps around each operation takes time.
 
     def __enter__(self) -> "Ledger":
         own = self._own_resize = torch.UntypedStorage.resize_
@@ -124,28 +133,42 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The two most frequent kinds of calls make no storage, and the ways of FakeTensorMode take long for them.
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if func.is_view and type(args[0]) is FakeTensor and args[0].constant is None:
+        if (func.is_view or func is _UNSAFE_VIEW) and type(args[0]) is FakeTensor and args[0].constant is None:
             return _view(func, args, kwargs)
-        out = func(*args, **kwargs)
-        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local()
-            if isinstance(tensor, Tensor) and self.counts(tensor):
-                self._count(tensor.untyped_storage(), args, kwargs)
-        if self._open and not self._aside:
-            self._book(func, args, kwargs, out)
+        # FakeTensorMode takes long for every operation, also if it knows what the operation makes.
+        mode = torch._C._get_dispatch_mode(_FAKE)
+        call = None if mode is None else Call.of(func, args, kwargs)
+        books = bool(self._open) and not self._aside
+        if call is not None and call.key in _known:
+            layout, kernel = _known[call.key]
+            out, given = call.output(layout, mode), call.tensors
+        else:
+            out, given = func(*args, **kwargs), tree_leaves((args, kwargs))
+            kernel = _kernel(func, args, kwargs, out) if books or call is not None else None
+            unchanged = call is not None and call == Call.of(func, args, kwargs)  # Such as `squeeze_` does change it.
+            if call is not None and unchanged and (layout := call.layout(out)) is not None:
+                _known[call.key] = layout, kernel
+        self._count(out, given)
+        if books and func.namespace == "c10d":
+            self._send(_name(func), _on_devices(given))
+        elif books and kernel is not None:
+            self._open[-1].kernels[kernel] += 1
         return out
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether the storage is to be counted: not on the meta device, and not made inside `aside`."""
         return not self._aside and not _on_meta(tensor)
 
-    def _count(self, storage: Any, args: Any, kwargs: Any) -> None:
-        if (key := storage._cdata) in self._sizes:
-            return
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        if all(tensor.untyped_storage()._cdata != key for tensor in tensors):
-            self._add(storage, storage.nbytes())
+    def _count(self, out: Any, given: Sequence[Any]) -> None:
+        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if isinstance(tensor, Tensor) and self.counts(tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                others = (other for other in given if isinstance(other, Tensor))
+                if key not in self._sizes and all(other.untyped_storage()._cdata != key for other in others):
+                    self._add(storage, storage.nbytes())
 
     def _add(self, storage: Any, size: int) -> None:
         key = storage._cdata
@@ -158,25 +181,29 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gone(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
 
-    def _book(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        phase, name = self._open[-1], func._schema.name.partition("::")[2]
-        given = _tensors((args, kwargs))
-        if func.namespace == "c10d":
-            size = max((_bytes(tensor) for tensor in given), default=0)
-            phase.collectives[name] += size
-            phase.sent += _SENT[name](size, self.world) if name in _SENT else size
-            return
-        made = _tensors(out)
-        tensors, works = [*given, *made], made or func._schema.is_mutable
-        if not works or func.is_view or name.startswith(_ALLOCATING) or func.namespace == "prim":
-            return
-        moved = sum({id(tensor): _bytes(tensor) for tensor in tensors}.values())
-        formula = FORMULAS.get(func._overloadpacket)
-        flops, dtype = 0.0, None
-        if formula is not None:
-            flops = float(formula(*args, **kwargs, out_val=out))
-            dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
-        phase.kernels[flops, moved, dtype] += 1
+    def _send(self, name: str, tensors: Sequence[Tensor]) -> None:
+        phase, size = self._open[-1], max((stored_bytes(tensor) for tensor in tensors), default=0)
+        phase.collectives[name] += size
+        phase.sent += _SENT[name](size, self.world) if name in _SENT else size
+
+
+def _kernel(func: Any, args: Any, kwargs: Any, out: Any) -> Kernel | None:
+    # Returns the kernel that an operation runs, or None for one that runs none.
+    name, made = _name(func), _on_devices(tree_leaves(out))
+    works = made or func._schema.is_mutable
+    if not works or func.is_view or name.startswith(_ALLOCATING) or func.namespace in ("prim", "c10d"):
+        return None
+    tensors = [*_on_devices(tree_leaves((args, kwargs))), *made]
+    moved = sum({id(tensor): stored_bytes(tensor) for tensor in tensors}.values())
+    formula = FORMULAS.get(func._overloadpacket)
+    if formula is None:
+        return 0.0, moved, None
+    dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+    return float(formula(*args, **kwargs, out_val=out)), moved, dtype
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).partition("::")[2]
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -195,10 +222,5 @@ def _on_meta(tensor: Tensor) -> bool:
     return device.type == "meta"
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not _on_meta(leaf)]
-
-
-def _bytes(tensor: Tensor) -> int:
-    # Returns the bytes that a kernel reads of a tensor: an expanded tensor repeats a smaller storage.
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+def _on_devices(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not _on_meta(leaf)]
