@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from async_flowrl.observability.events import EventLog
-from async_flowrl.types import EVALUATION
+from async_flowrl.types import EVALUATION, EngineLost
 from separation.group import RefLost, WorkerDied, WorkerFailed, seated
 from tests.support.failing_disk import Torn
 from tests.support.virtual import VirtualPool, VirtualWorker
@@ -61,8 +61,8 @@ Fault = Callable[[str, str, int], str | None]
 """A function (worker, method, call number from 1) → the call's fault, or None.
 
 The method of an evaluation ticket is "generate/evaluation".
-Faults are kill, hang, raise, slow and delay; for `receive` also corrupt and truncate; for `generate` lose-images and
-lose-trajectory; for `score` nan and count; for `save` torn (death while writing) and full (no space left).
+Faults are kill, hang, raise, slow and delay; for `receive` also corrupt and truncate; for `generate` lose-images,
+lose-trajectory and lose-engine; for `score` nan and count; for `save` torn (death while writing) and full (no space).
 """
 
 
@@ -194,6 +194,8 @@ class ToyWorker(VirtualWorker):
         if fault == "raise":
             self._injected(called, fault)
             raise self._failed(method, RuntimeError("injected"))
+        if fault == "lose-engine":
+            raise self._failed(method, EngineLost("injected"))
         values = [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
         try:
             result = self.run(method, self._spoilt(fault, values))

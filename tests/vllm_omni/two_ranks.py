@@ -1,9 +1,12 @@
 """Program with a rollout worker whose engine spreads its network over two ranks; prints results as JSON, then waits.
 
-Usage: python -m tests.vllm_omni.two_ranks FAMILY
+Usage: python -m tests.vllm_omni.two_ranks FAMILY [killed]
+
+With `killed`, the process of one rank is killed between two tickets.
 """
 
 import json
+import multiprocessing
 import signal
 import sys
 import time
@@ -29,12 +32,27 @@ class BusyRank(RolloutWorkerExtension):
         super().init_device()
 
 
-def findings(family: str) -> dict[str, Any]:
+def of_two_ranks(family: str) -> Rig:
     # As on a machine with two devices; the ranks themselves speak gloo.
     extension = "tests.vllm_omni.two_ranks.BusyRank"
     with patch.object(torch.cuda, "device_count", lambda: 2), patch.object(engine_settings, "EXTENSION", extension):
         # With 8 heads, two ranks could not share the MLP of Z-Image.
-        rig = Rig(gpus_per_worker=2.0, family=family, heads=6)
+        return Rig(gpus_per_worker=2.0, family=family, heads=6)
+
+
+def with_a_killed_rank(family: str) -> dict[str, Any]:
+    rig, asked = of_two_ranks(family), request(1)
+    rig.made(asked, 1)
+    multiprocessing.active_children()[-1].kill()
+    try:
+        rig.made(asked, 1)
+    except Exception as error:
+        return {"raised": type(error).__name__, "message": str(error)}
+    return {"raised": None}
+
+
+def findings(family: str) -> dict[str, Any]:
+    rig = of_two_ranks(family)
     weights = {name: weight for name, weight in rig.policy.transformer.named_parameters() if ".lora_" not in name}
     bare = {name.replace(".base_layer", ""): weight for name, weight in weights.items()}
     found: dict[str, Any] = {"same_base": rig.base_digest == base_digest(bare)}
@@ -51,6 +69,8 @@ def findings(family: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.__stdout__.write(json.dumps(findings(sys.argv[1])) + "\n")
+    family, *killed = sys.argv[1:]
+    found = with_a_killed_rank(family) if killed else findings(family)
+    sys.__stdout__.write(json.dumps(found) + "\n")
     sys.__stdout__.flush()
     time.sleep(3600)

@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import multiprocessing
 import os
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,7 +26,7 @@ from async_flowrl.rollout.vllm_omni.engine_settings import (
     network_shapes,
     tensor_parallel,
 )
-from async_flowrl.types import Conditioning, EncoderInput, RolloutRequest
+from async_flowrl.types import Conditioning, EncoderInput, EngineLost, RolloutRequest
 from checkpoint_engine import Activation
 from separation.rendezvous import open_store
 
@@ -78,11 +80,14 @@ class VllmOmniEngine:
         return self.client.call("rollout_probe", dict, self._numbers[self._adopted()])
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generates tickets as one request. Raises as `check_alike`, and VllmOmniError if it ran on another version."""
+        """Generates tickets as one request. Raises as `check_alike`, and VllmOmniError if it ran on another version.
+
+        All methods raise VllmOmniError, or EngineLost if vllm-omni hangs or has lost the process of a rank.
+        """
         check_alike(requests)
         first, active = requests[0], self._adopted()
         name = f"{first.kind}-{first.ordinal}-{next(self._requests)}"
-        answer = metadata(self.client.generate(first.prompt.text, self._sampling(requests, active), name), ROLLOUT)
+        answer = self.client.generate(first.prompt.text, self._sampling(requests, active), name)
         if answer.get("active") != active:
             raise VllmOmniError(f"ticket {first.ordinal} needs {active}, vllm-omni ran it on {answer.get('active')}")
         rollouts: list[Rollout] = answer.get("rollouts") or []
@@ -123,25 +128,31 @@ class Client:
     """Blocking client of `AsyncOmni`, whose event loop runs on a thread of its own; usable from any thread."""
 
     def __init__(self, arguments: Mapping[str, Any], *, start_timeout: float, timeout: float) -> None:
-        """Starts vllm-omni within `start_timeout` seconds, or raises VllmOmniError; `timeout` is for later calls."""
+        """Starts vllm-omni within `start_timeout` seconds, or raises EngineLost; `timeout` is for later calls."""
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
         self._thread.start()
+        before = multiprocessing.active_children()
         try:
             self._omni = self._await(_start(arguments), start_timeout)
         except BaseException:
             self._stop_loop()
             raise
+        # Processes of the ranks, if there are several; a single rank runs in this process.
+        self._ranks = [process for process in multiprocessing.active_children() if process not in before]
 
-    def generate(self, prompt: str, parameters: Any, request_id: str) -> Any:
-        """Returns the finished output of one request. Raises vllm-omni's errors, and VllmOmniError for a timeout."""
-        return self._await(self._generate(prompt, parameters, request_id), self._timeout)
+    def generate(self, prompt: str, parameters: Any, request_id: str) -> Mapping[str, Any]:
+        """Returns our pipeline's answer to one request. Raises vllm-omni's errors, VllmOmniError and EngineLost."""
+        with self._lost_if_dead():
+            output = self._await(self._generate(prompt, parameters, request_id), self._timeout)
+            return metadata(output, ROLLOUT)
 
     def call(self, method: str, kind: type[T], *args: Any) -> T:
-        """Runs a method of the extension on every rank; returns rank 0's answer, a `kind`. Raises VllmOmniError."""
-        results = self._await(self._omni.collective_rpc(method, timeout=self._timeout, args=args), self._timeout)
-        return reply(method, results, kind)
+        """Runs a method of the extension on every rank; returns rank 0's answer, a `kind`. Raises as `generate`."""
+        with self._lost_if_dead():
+            results = self._await(self._omni.collective_rpc(method, timeout=self._timeout, args=args), self._timeout)
+            return reply(method, results, kind)
 
     def close(self) -> None:
         self._omni.shutdown()
@@ -156,7 +167,17 @@ class Client:
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
         except TimeoutError as error:
-            raise VllmOmniError(f"vllm-omni did not answer within {timeout:g} s") from error
+            raise EngineLost(f"vllm-omni did not answer within {timeout:g} s") from error
+
+    @contextmanager
+    def _lost_if_dead(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if dead := [rank for rank in self._ranks if not rank.is_alive()]:
+                ended = ", ".join(f"{rank.name} ({rank.exitcode})" for rank in dead)
+                raise EngineLost(f"vllm-omni has lost processes: {ended}; {error}") from error
+            raise
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
