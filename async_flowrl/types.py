@@ -212,10 +212,6 @@ class RolloutReport:
     """1 if the worker had other weights before, and these are not simply a newer version of them; else 0."""
 
 
-class EngineLost(RuntimeError):
-    """Raised by a rollout engine that can make nothing any more, so that its worker is replaced."""
-
-
 @dataclass(frozen=True)
 class Failure:
     """The reason why one term of the reward could not score a group."""

@@ -37,6 +37,10 @@ class WorkerFailed(RuntimeError):
         return type(self), (self.worker, self.method, self.kind, self.message, self.remote_traceback)
 
 
+class Unusable(RuntimeError):
+    """Raised by a method of a worker that can do nothing any more: the caller gets WorkerDied, and has to kill it."""
+
+
 class RefLost(RuntimeError):
     """Raised if the value of a ref no longer exists: its node died, or the value was freed."""
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from separation.group import Growth, PoolSpec, Ref, Worker, WorkerFailed
+from separation.group import Growth, PoolSpec, Ref, Worker
 from separation.supervise import deadline, together
 from separation.worker_process import CallTable, Host, RemoteError, pick_lane, settle
 
@@ -139,7 +139,7 @@ class LocalWorker:
         if error is None:
             return None
         remote = error if isinstance(error, RemoteError) else RemoteError.of(error)
-        return WorkerFailed(self.name, method, remote.kind, remote.message, remote.remote_traceback)
+        return remote.failure(self.name, method)
 
 
 class LocalGroup:

@@ -18,7 +18,7 @@ from ray import exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from separation.group import VISIBLE_DEVICES, Growth, NoSeat, PoolSpec, Ref, RefLost, Worker, WorkerDied, WorkerFailed
+from separation.group import VISIBLE_DEVICES, Growth, NoSeat, PoolSpec, Ref, RefLost, Worker, WorkerDied
 from separation.local import Lane
 from separation.node import code_of, compare_code
 from separation.processes import alive, descendants, kill, process_of
@@ -409,14 +409,14 @@ class RayGroup:
 
 
 def translate(error: BaseException, worker: str, method: str) -> BaseException:
-    """Returns Ray's `error` as RefLost or WorkerFailed; other errors are returned unchanged."""
+    """Returns Ray's `error` as RefLost, WorkerFailed or WorkerDied; other errors are returned unchanged."""
     cause = getattr(error, "cause", None) or error
     if isinstance(error, exceptions.ObjectLostError) or isinstance(cause, exceptions.ObjectLostError):
         return RefLost(f"a value needed by {worker}.{method} is gone: {one_line(cause)}")
     if not isinstance(error, exceptions.RayTaskError):
         return error
     remote = cause if isinstance(cause, RemoteError) else RemoteError(type(cause).__name__, str(cause), str(error))
-    return WorkerFailed(worker, method, remote.kind, remote.message, remote.remote_traceback)
+    return remote.failure(worker, method)
 
 
 def one_line(error: BaseException) -> str:

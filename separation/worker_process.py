@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from separation.group import WorkerDied
+from separation.group import Unusable, WorkerDied, WorkerFailed
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,12 @@ class RemoteError(Exception):
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def failure(self, worker: str, method: str) -> WorkerFailed | WorkerDied:
+        """Returns what the caller of the worker's method gets."""
+        if self.kind == Unusable.__name__:
+            return WorkerDied(worker, self.message)
+        return WorkerFailed(worker, method, self.kind, self.message, self.remote_traceback)
 
 
 def resolve(path: str) -> Any:

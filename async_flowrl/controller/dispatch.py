@@ -17,7 +17,7 @@ from async_flowrl.controller.pool_size import change_size, leave, refuse
 from async_flowrl.controller.scoring import Free, ask_held_out, ask_reward, free_workers
 from async_flowrl.tickets.request import batch_of
 from async_flowrl.tickets.table import TRAIN, Payload, State, Ticket, describe
-from async_flowrl.types import ACTIVATE, EngineLost, RolloutReport, RolloutRequest
+from async_flowrl.types import ACTIVATE, RolloutReport, RolloutRequest
 from separation.group import NoSeat, RefLost, Worker, WorkerDied, WorkerFailed, seated
 from separation.node import OtherCode
 from separation.supervise import DeadlineExceeded, together
@@ -197,12 +197,7 @@ async def generate(ctx: Context, slot: Slot, batch: Sequence[Ticket]) -> list[Ti
 
 
 async def ask(worker: Worker, requests: list[RolloutRequest]) -> tuple[Sequence[RolloutReport], list[Payload]]:
-    try:
-        reports, refs = await worker.call_split("generate", requests, returns=1 + 2 * len(requests))
-    except WorkerFailed as error:
-        if error.kind == EngineLost.__name__:
-            raise WorkerDied(worker.name, error.message) from error
-        raise
+    reports, refs = await worker.call_split("generate", requests, returns=1 + 2 * len(requests))
     return reports, list(starmap(Payload, zip(refs[::2], refs[1::2], strict=True)))
 
 

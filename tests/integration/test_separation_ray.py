@@ -49,6 +49,15 @@ def test_errors_arrive_with_kind_message_and_remote_traceback(
     assert kind in error.remote_traceback
 
 
+def test_a_worker_that_is_unusable_counts_as_dead(bench: Bench) -> None:
+    async def test(bench: Bench) -> WorkerDied:
+        died: WorkerDied = await raises(WorkerDied, bench.toys.workers[0].call("give_up", "the device is gone"))
+        return died
+
+    died = bench.run(test)
+    assert (died.worker, died.reason) == (bench.toys.workers[0].name, "the device is gone")
+
+
 def test_main_is_serial_and_in_order(bench: Bench) -> None:
     async def test(bench: Bench) -> None:
         async with fresh(bench, 0) as worker:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from separation.group import PoolSpec, WorkerDied, WorkerFailed
+from separation.group import PoolSpec, WorkerDied
 from separation.local import Parcel
 from separation.worker_process import RemoteError, resolve
 from tests.support.forked import CONTEXT
@@ -80,7 +80,7 @@ class ProcessWorker:
             except (EOFError, OSError) as error:
                 raise WorkerDied(self.name, f"its process ended during {method}") from error
         if not good:
-            raise WorkerFailed(self.name, method, *value)
+            raise RemoteError(*value).failure(self.name, method)
         return value
 
     async def call_split(

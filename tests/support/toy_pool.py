@@ -7,14 +7,14 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from traceback import format_exception
 from typing import Any, NoReturn
 
 import numpy as np
 
 from async_flowrl.observability.events import EventLog
-from async_flowrl.types import EVALUATION, EngineLost
-from separation.group import RefLost, WorkerDied, WorkerFailed, seated
+from async_flowrl.types import EVALUATION
+from separation.group import RefLost, Unusable, WorkerDied, seated
+from separation.worker_process import RemoteError
 from tests.support.failing_disk import Torn
 from tests.support.virtual import VirtualPool, VirtualWorker
 
@@ -61,8 +61,8 @@ Fault = Callable[[str, str, int], str | None]
 """A function (worker, method, call number from 1) → the call's fault, or None.
 
 The method of an evaluation ticket is "generate/evaluation".
-Faults are kill, hang, raise, slow and delay; for `receive` also corrupt and truncate; for `generate` lose-images,
-lose-trajectory and lose-engine; for `score` nan and count; for `save` torn (death while writing) and full (no space).
+Faults are kill, hang, raise, unusable, slow and delay; for `receive` also corrupt and truncate; for `generate`
+lose-images and lose-trajectory; for `score` nan and count; for `save` torn (death while writing) and full (no space).
 """
 
 
@@ -194,8 +194,8 @@ class ToyWorker(VirtualWorker):
         if fault == "raise":
             self._injected(called, fault)
             raise self._failed(method, RuntimeError("injected"))
-        if fault == "lose-engine":
-            raise self._failed(method, EngineLost("injected"))
+        if fault == "unusable":
+            raise self._failed(method, Unusable("injected"))
         values = [arg.open() if isinstance(arg, ToyRef) else arg for arg in args]
         try:
             result = self.run(method, self._spoilt(fault, values))
@@ -212,8 +212,8 @@ class ToyWorker(VirtualWorker):
         """Records that a fault takes place: an exception when it is raised, anything else when the call begins."""
         self.world.observer.event("injected", worker=self.name, method=method, fault=fault)
 
-    def _failed(self, method: str, error: Exception) -> WorkerFailed:
-        return WorkerFailed(self.name, method, type(error).__name__, str(error), "".join(format_exception(error)))
+    def _failed(self, method: str, error: Exception) -> Exception:
+        return RemoteError.of(error).failure(self.name, method)
 
     def _spoilt(self, fault: str | None, values: list[Any]) -> list[Any]:
         if fault == "corrupt":

@@ -23,7 +23,7 @@ from tests.unit.faulty_runs import calm, check_recovered, disturbed
 
 
 @pytest.mark.parametrize(
-    ("what", "k"), [("kill", 0), ("kill", 1), ("lose-engine", 1), ("hang", 1), ("hang", 3), ("slow", 3)]
+    ("what", "k"), [("kill", 0), ("kill", 1), ("unusable", 1), ("hang", 1), ("hang", 3), ("slow", 3)]
 )
 def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> None:
     found = disturbed(once("rollout-0", "generate", 3, what), k)
@@ -34,7 +34,7 @@ def test_a_worker_lost_while_it_makes_images_is_replaced(what: str, k: int) -> N
     assert found.table.retried in (1, 2), "the ticket under way, and one given ahead"
     assert found.groups["rollout"].workers[0].name == "rollout-0.1"
     (fault,) = found.observer.of("fault")
-    assert fault["kind"] == ("WorkerDied" if what in ("kill", "lose-engine") else "DeadlineExceeded")
+    assert fault["kind"] == ("WorkerDied" if what in ("kill", "unusable") else "DeadlineExceeded")
     assert any(e["worker"] == "rollout-0.1" for e in found.tickets("RUNNING")), "the replacement serves"
     (replaced,) = found.observer.of("replaced")
     assert replaced["fenced"], "a worker declared dead is killed before its slot is reused"
@@ -64,6 +64,7 @@ def test_damaged_weights_are_sent_again(number: int, what: str) -> None:
         ("receive", 1, "hang", "proof to rollout-1", 1),
         ("receive", 2, "hang", "rollout-1 did not take version 0", 0),  # The run ends before.
         ("prove", 1, "kill", "rollout-1", 1),
+        ("prove", 1, "unusable", "rollout-1", 1),
     ],
 )
 def test_a_worker_that_its_delivery_loses_is_one_fault(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Types of arguments that are known by their value. A generator has none that matters.
+# Types of arguments that are known by their value. The state of a generator changes no layout.
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
@@ -96,7 +96,8 @@ def _key(values: Iterable[Any], tensors: list[Tensor]) -> Hashable:
             if place == len(tensors):
                 tensors.append(value)
             shape, stride = value.shape, value.stride()
-            parts.append((place, shape, stride, value.dtype, value.fake_device, stored_bytes(value)))
+            offset, size = value.storage_offset(), stored_bytes(value)
+            parts.append((place, shape, stride, offset, value.dtype, value.fake_device, size))
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is list or kind is tuple:

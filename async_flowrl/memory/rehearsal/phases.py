@@ -23,7 +23,17 @@ from async_flowrl.memory.rehearsal.operations import Call, stored_bytes
 from async_flowrl.observability.flops import FORMULAS
 
 # Prefixes of the names of operations that run no kernel. Views run none either.
-_ALLOCATING = ("empty", "detach", "lift_fresh", "alias", "_to_copy_meta", "is_pinned", "set_", "record_stream")
+_ALLOCATING = (
+    "empty",
+    "detach",
+    "lift_fresh",
+    "alias",
+    "_unsafe_view",
+    "_to_copy_meta",
+    "is_pinned",
+    "set_",
+    "record_stream",
+)
 # Collective → bytes that a rank sends, from the bytes of its largest tensor and the number of ranks.
 _SENT = {
     # Bytes that a ring algorithm sends, for n ranks.
@@ -37,7 +47,7 @@ _SENT = {
 # FLOPs, bytes read and written, and dtype of matrix products (None for kernels without).
 Kernel = tuple[float, int, torch.dtype | None]
 # Key of a call → the layout of what it makes, and its kernel.
-_known: dict[Hashable, tuple[Any, Kernel | None]] = {}
+known_calls: dict[Hashable, tuple[Any, Kernel | None]] = {}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
@@ -139,15 +149,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mode = torch._C._get_dispatch_mode(_FAKE)
         call = None if mode is None else Call.of(func, args, kwargs)
         books = bool(self._open) and not self._aside
-        if call is not None and call.key in _known:
-            layout, kernel = _known[call.key]
+        if call is not None and call.key in known_calls:
+            layout, kernel = known_calls[call.key]
             out, given = call.output(layout, mode), call.tensors
         else:
             out, given = func(*args, **kwargs), tree_leaves((args, kwargs))
             kernel = _kernel(func, args, kwargs, out) if books or call is not None else None
-            unchanged = call is not None and call == Call.of(func, args, kwargs)  # Such as `squeeze_` does change it.
+            unchanged = call is not None and call == Call.of(func, args, kwargs)  # `squeeze_` changes it.
             if call is not None and unchanged and (layout := call.layout(out)) is not None:
-                _known[call.key] = layout, kernel
+                known_calls[call.key] = layout, kernel
         self._count(out, given)
         if books and func.namespace == "c10d":
             self._send(_name(func), _on_devices(given))

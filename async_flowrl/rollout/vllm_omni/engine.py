@@ -8,6 +8,7 @@ import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +27,13 @@ from async_flowrl.rollout.vllm_omni.engine_settings import (
     network_shapes,
     tensor_parallel,
 )
-from async_flowrl.types import Conditioning, EncoderInput, EngineLost, RolloutRequest
+from async_flowrl.types import Conditioning, EncoderInput, RolloutRequest
 from checkpoint_engine import Activation
+from separation.group import Unusable
 from separation.rendezvous import open_store
 
 T = TypeVar("T")
+DYING_SECONDS = 5.0
 
 
 class VllmOmniError(RuntimeError):
@@ -41,6 +44,7 @@ class VllmOmniEngine:
     """Generates tickets with vllm-omni, each on exactly the version that it names.
 
     `adopt` sends the bytes of a version to vllm-omni as an adapter with a number of its own, which answers repeat.
+    Methods raise VllmOmniError, and Unusable if vllm-omni does not answer in time or has lost the process of a rank.
     """
 
     def __init__(self, config: Config, model: ResolvedModel) -> None:
@@ -80,10 +84,7 @@ class VllmOmniEngine:
         return self.client.call("rollout_probe", dict, self._numbers[self._adopted()])
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
-        """Generates tickets as one request. Raises as `check_alike`, and VllmOmniError if it ran on another version.
-
-        All methods raise VllmOmniError, or EngineLost if vllm-omni hangs or has lost the process of a rank.
-        """
+        """Generates tickets as one request. Raises as `check_alike`, and VllmOmniError if it ran on another version."""
         check_alike(requests)
         first, active = requests[0], self._adopted()
         name = f"{first.kind}-{first.ordinal}-{next(self._requests)}"
@@ -128,7 +129,7 @@ class Client:
     """Blocking client of `AsyncOmni`, whose event loop runs on a thread of its own; usable from any thread."""
 
     def __init__(self, arguments: Mapping[str, Any], *, start_timeout: float, timeout: float) -> None:
-        """Starts vllm-omni within `start_timeout` seconds, or raises EngineLost; `timeout` is for later calls."""
+        """Starts vllm-omni within `start_timeout` seconds, or raises Unusable; `timeout` is for later calls."""
         self._timeout = timeout
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-omni", daemon=True)
@@ -143,7 +144,7 @@ class Client:
         self._ranks = [process for process in multiprocessing.active_children() if process not in before]
 
     def generate(self, prompt: str, parameters: Any, request_id: str) -> Mapping[str, Any]:
-        """Returns our pipeline's answer to one request. Raises vllm-omni's errors, VllmOmniError and EngineLost."""
+        """Returns our pipeline's answer to one request. Raises vllm-omni's errors, VllmOmniError and Unusable."""
         with self._lost_if_dead():
             output = self._await(self._generate(prompt, parameters, request_id), self._timeout)
             return metadata(output, ROLLOUT)
@@ -164,19 +165,24 @@ class Client:
         return outputs[-1] if outputs else None
 
     def _await(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        answer = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+            return answer.result(timeout)
         except TimeoutError as error:
-            raise EngineLost(f"vllm-omni did not answer within {timeout:g} s") from error
+            if answer.done():  # The error is vllm-omni's.
+                raise
+            raise Unusable(f"vllm-omni did not answer within {timeout:g} s") from error
 
     @contextmanager
     def _lost_if_dead(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if dead := [rank for rank in self._ranks if not rank.is_alive()]:
-                ended = ", ".join(f"{rank.name} ({rank.exitcode})" for rank in dead)
-                raise EngineLost(f"vllm-omni has lost processes: {ended}; {error}") from error
+            # The connections of a process that dies may end before the process does.
+            if self._ranks:
+                wait([rank.sentinel for rank in self._ranks], timeout=DYING_SECONDS)
+            if dead := [f"{rank.name} (exit code {rank.exitcode})" for rank in self._ranks if rank.exitcode]:
+                raise Unusable(f"vllm-omni has lost processes: {', '.join(dead)}; {error}") from error
             raise
 
     def _stop_loop(self) -> None:
@@ -195,7 +201,8 @@ def _started(config: Config, model: ResolvedModel) -> Client:
     ranks = tensor_parallel(config.rollout.gpus_per_worker, torch.cuda.device_count())
     port = open_store(ranks, config.deadlines.load)
     arguments = engine_arguments(config, folder=model.path, family=model.family, ranks=ranks, port=port)
-    return Client(arguments, start_timeout=config.deadlines.load, timeout=config.deadlines.generate)
+    seconds = config.deadlines.generate * config.rollout.tickets_per_batch
+    return Client(arguments, start_timeout=config.deadlines.load, timeout=seconds)
 
 
 def reply(method: str, results: Any, kind: type[T]) -> T:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from async_flowrl.memory.rehearsal import phases
 from async_flowrl.memory.rehearsal.phases import Ledger, Phase
 
 F = torch.nn.functional
@@ -56,6 +57,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.empty(3, 4, device="meta") + 1,
     "squeezed in place": squeezed,
     "resized": resized,
+    "other offset": lambda: some(10)[2:5].as_strided_((3,), (1,), 5),
     "other storage": lambda: some(3).set_(some(3, 4)[0]),
     "trained": trained,
     "of a number": lambda: torch.tensor(5) + 1,
@@ -75,9 +77,17 @@ def counted(call: Callable[[], Any]) -> tuple[list[Any], Phase]:
     return made, phase
 
 
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "known_calls", {})
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_made_again_is_what_torch_makes_and_is_counted_alike(name: str) -> None:
-    first, again = counted(CALLS[name]), counted(CALLS[name])
+    first = counted(CALLS[name])
+    known = list(phases.known_calls)
+    again = counted(CALLS[name])
+    assert known == list(phases.known_calls) != []
     with FakeTensorMode():
         assert layouts(CALLS[name]()) == first[0] == again[0]
     assert first[1] == again[1]
@@ -88,3 +98,8 @@ def test_layouts_and_types_of_arguments_tell_calls_apart() -> None:
     assert of_rows[0] != of_columns[0]
     for one, other in (("two tensors", "one tensor twice"), ("repeated row", "repeated row of many")):
         assert counted(CALLS[one])[1].kernels != counted(CALLS[other])[1].kernels
+
+
+def test_an_unsafe_view_is_no_kernel_and_makes_no_storage() -> None:
+    product, seen = counted(lambda: some(6, 4) * 2), counted(lambda: torch.ops.aten._unsafe_view(some(6, 4) * 2, [24]))
+    assert seen[1] == product[1]

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from separation.group import Unusable
+
 Array = npt.NDArray[np.float32]
 
 
@@ -54,6 +56,9 @@ class Toy:
 
     def fail(self, message: str) -> None:
         raise KeyError(message)
+
+    def give_up(self, message: str) -> None:
+        raise Unusable(message)
 
     def fail_strangely(self) -> None:
         raise Unpicklable("a lock inside")
