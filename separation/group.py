@@ -14,7 +14,7 @@ Ref: TypeAlias = object
 
 
 class WorkerDied(RuntimeError):
-    """Raised if the worker's process has ended or was killed. `worker` is its name, `reason` a text."""
+    """Raised if the worker's process has ended, was killed, or is Unusable. `worker` is its name, `reason` a text."""
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"{worker} died: {reason}")

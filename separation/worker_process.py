@@ -39,7 +39,9 @@ class RemoteError(Exception):
     def failure(self, worker: str, method: str) -> WorkerFailed | WorkerDied:
         """Returns what the caller of the worker's method gets."""
         if self.kind == Unusable.__name__:
-            return WorkerDied(worker, self.message)
+            died = WorkerDied(worker, self.message)
+            died.add_note(f"in the worker:\n{self.remote_traceback}")
+            return died
         return WorkerFailed(worker, method, self.kind, self.message, self.remote_traceback)
 
 

@@ -1,4 +1,4 @@
-"""Calls of operations on fake tensors, and what they make: of layouts alone, so that a call need not be run twice."""
+"""Calls of operations on fake tensors, and the layouts of what they make, so that no call need be run twice."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -145,7 +145,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         if (func.is_view or func is _UNSAFE_VIEW) and type(args[0]) is FakeTensor and args[0].constant is None:
             return _view(func, args, kwargs)
-        # FakeTensorMode takes long for every operation, also if it knows what the operation makes.
+        # FakeTensorMode remembers calls, too, but computing its keys takes most of the time of a rehearsal.
         mode = torch._C._get_dispatch_mode(_FAKE)
         call = None if mode is None else Call.of(func, args, kwargs)
         books = bool(self._open) and not self._aside
@@ -155,8 +155,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             out, given = func(*args, **kwargs), tree_leaves((args, kwargs))
             kernel = _kernel(func, args, kwargs, out) if books or call is not None else None
-            unchanged = call is not None and call == Call.of(func, args, kwargs)  # `squeeze_` changes it.
-            if call is not None and unchanged and (layout := call.layout(out)) is not None:
+            # Operations such as `squeeze_` change the layout of an argument; these are run every time.
+            if call is not None and call == Call.of(func, args, kwargs) and (layout := call.layout(out)) is not None:
                 known_calls[call.key] = layout, kernel
         self._count(out, given)
         if books and func.namespace == "c10d":
