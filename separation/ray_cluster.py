@@ -55,6 +55,8 @@ _REACH_SECONDS = 20.0  # Time-out for the connection to a running cluster.
 # Time for which a process group waits for the one node that had room for it; then it takes several nodes.
 ONE_NODE_SECONDS = 20.0
 _POLL_SECONDS = 0.02
+STARTS = 3  # Attempts to start a cluster on this machine.
+TIMED_OUT = "timed out during startup"  # Of Ray, if a daemon has not registered within 30 s, which no setting changes.
 MODE = "RAY_AUTH_MODE"  # Environment variable with Ray's mode of authentication.
 
 
@@ -75,15 +77,22 @@ class RayConnection:
             def started() -> list[psutil.Process]:
                 return [process for process in descendants(os.getpid()) if process not in before]
 
-            try:
-                with sigterm_ours_alone():
-                    _connect(pools, address)
-            except BaseException:  # Also Ctrl-C: Ray would leave the processes that it was starting.
-                with ctrl_c_ignored():
-                    if ray.is_initialized():
-                        ray.shutdown()
-                    kill_remaining(kill_trees(started), grace=GRACE_SECONDS)
-                raise
+            for attempt in range(1, STARTS + 1):
+                try:
+                    with sigterm_ours_alone():
+                        _connect(pools, address)
+                    break
+                except BaseException as error:  # Also Ctrl-C: Ray would leave the processes that it was starting.
+                    with ctrl_c_ignored():
+                        if ray.is_initialized():
+                            ray.shutdown()
+                        kill_remaining(kill_trees(started), grace=GRACE_SECONDS)
+                    if TIMED_OUT not in str(error):
+                        raise
+                    slow = f"Ray did not start on this machine within its limit of 30 s, {attempt} of {STARTS} times"
+                    if attempt == STARTS:
+                        raise ResourcesMissing(f"{slow}: other work keeps its cores or its disk busy") from error
+                    log.warning("%s; it is started again", slow)
             self.daemons = started()
 
     def close(self) -> None:

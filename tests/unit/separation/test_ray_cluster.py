@@ -27,6 +27,27 @@ def test_what_a_start_that_is_interrupted_has_started_is_gone(monkeypatch: pytes
     assert started[0].wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("slow", [1, 99])
+def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_again(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(*_: object, **__: object) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if len(started) <= slow:
+            raise Exception("The current node timed out during startup. This could happen because …")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_cluster, "GRACE_SECONDS", 0.1)
+    if slow > ray_cluster.STARTS:
+        with pytest.raises(ResourcesMissing):
+            ray_cluster.RayConnection([], None)
+    else:
+        (left,) = ray_cluster.RayConnection([], None).daemons
+        assert left.pid == started[-1].pid
+        left.kill()
+    assert [process.wait(60) for process in started] == [-signal.SIGKILL] * min(slow + 1, ray_cluster.STARTS)
+
+
 def test_an_existing_cluster_is_joined_as_ray_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
