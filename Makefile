@@ -10,7 +10,7 @@ ifeq ($(OWN),)
 PIP_OPTIONS := --constraint constraints.txt
 endif
 
-.PHONY: setup environments demo test pytest test-quick test-extended test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vlm-server test-oldest docs docs-serve docs-release lint size prove e2e clean
+.PHONY: setup environments demo test pytest test-quick test-extended test-nodes test-slow test-gpu test-pretend-gpu test-pretend-gpu-slow test-vllm-omni test-vllm-omni-slow test-vlm-server test-oldest docs docs-serve docs-release lint size prove e2e clean
 
 setup: $(VENV)/.installed
 
@@ -35,10 +35,14 @@ test: setup
 
 IN_PROCESSES := -n $$(($$(getconf _NPROCESSORS_ONLN) + 2)) --dist loadgroup --no-loadscope-reorder
 
-pytest: setup
-	$(RUN) -m pytest $(IN_PROCESSES)
+# The lanes of GPUs and of the vllm_omni engine start many processes themselves.
+IN_TWO_PROCESSES := -n 2 --dist loadgroup --no-loadscope-reorder
 
-# More cases, families and recipes of what `make test` covers: under 1 % of the branches are reached by these alone.
+pytest: setup
+	$(RUN) -m pytest $(IN_PROCESSES) $(if $(EXTENDED),-m "$(ANYWHERE)")
+
+# More cases, families and recipes of what `make test` covers, and the planted faults: 3 % of the branches are reached by
+# these alone. `make test EXTENDED=yes` runs both.
 test-extended: setup
 	$(RUN) -m pytest $(IN_PROCESSES) -m "extended and $(ANYWHERE)"
 
@@ -61,7 +65,7 @@ test-nodes: setup
 
 test-slow: setup
 	$(RUN) -m pytest -m "slow and not gpu and not pretend_gpu"
-	$(MAKE) test-pretend-gpu-slow
+	$(MAKE) test-pretend-gpu-slow test-vllm-omni-slow
 
 test-gpu: setup
 	$(RUN) -m pytest -m gpu
@@ -80,7 +84,7 @@ $(PRETEND_CUPY)/.installed: $(VENV)/.installed
 	touch $@
 
 test-pretend-gpu: setup $(PRETEND_CUPY)/.installed
-	$(ON_DEVICE) -m "(gpu or pretend_gpu) and not real_gpu and not slow" tests/gpu tests/pretend_gpu $(OF_DEVICES)
+	$(ON_DEVICE) $(IN_TWO_PROCESSES) -m "(gpu or pretend_gpu) and not real_gpu and not slow" tests/gpu tests/pretend_gpu $(OF_DEVICES)
 
 test-pretend-gpu-slow: setup $(PRETEND_CUPY)/.installed
 	$(ON_DEVICE) -m "(gpu or pretend_gpu) and not real_gpu and slow" tests/gpu tests/pretend_gpu $(OF_DEVICES)
@@ -96,7 +100,10 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # Without the engine every test of the lane is skipped, and pytest ends with an error where it ran none.
 test-vllm-omni: $(VLLM_OMNI_VENV)/.installed
-	HF_HUB_OFFLINE=1 $(VLLM_OMNI_RUN) -m pytest tests/vllm_omni
+	HF_HUB_OFFLINE=1 $(VLLM_OMNI_RUN) -m pytest $(IN_TWO_PROCESSES) tests/vllm_omni
+
+test-vllm-omni-slow: $(VLLM_OMNI_VENV)/.installed
+	HF_HUB_OFFLINE=1 $(VLLM_OMNI_RUN) -m pytest -m slow tests/vllm_omni
 
 $(VLLM_OMNI_VENV)/.installed: pyproject.toml constraints-vllm-omni.txt tests/vllm_omni/requirements.txt $(VLLM_OMNI_SUPPORT)
 	$(PYTHON) -m venv $(VLLM_OMNI_VENV)
@@ -166,8 +173,8 @@ $(DOCS_VENV)/.installed: docs/requirements.txt
 $(KATEX)/katex.min.js: | $(DOCS_VENV)/.installed
 	npm install --silent --no-audit --no-fund --prefix $(DOCS_VENV) katex@0.19
 
-# What test-pretend-gpu, test-vllm-omni and docs install besides, for continuous integration.
-environments: setup $(PRETEND_CUPY)/.installed $(VLLM_OMNI_VENV)/.installed $(DOCS_VENV)/.installed $(KATEX)/katex.min.js
+# What test-vllm-omni and docs install besides, for continuous integration; beside `make setup`.
+environments: $(VLLM_OMNI_VENV)/.installed $(DOCS_VENV)/.installed $(KATEX)/katex.min.js
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -104,8 +104,14 @@ the last, or by a fixture of CLUSTERS.
 """
 SHARED_CLUSTER = "ray_here"
 """Fixture of a cluster for the tests of several files, which come one after the other within their lane."""
-CLUSTERS = {SHARED_CLUSTER: "runs", "full_run": "runs", "stopped_run": "runs", "existing_cluster": "clusters"}
-"""Fixture that starts a cluster → the lane of the tests that use it, which need no mark."""
+CLUSTERS = {
+    SHARED_CLUSTER: "runs",
+    "full_run": "runs",
+    "stopped_run": "runs",
+    "existing_cluster": "clusters",
+    "rig": "runs",
+}
+"""Fixture that starts a cluster or an engine → the lane of the tests that use it, which need no mark."""
 TOGETHER = "tests/unit/plan/"
 """Folder whose tests go to one process, in which torch remembers what each operation makes of fake tensors."""
 LONG = (

@@ -12,5 +12,13 @@ import pytest
 from tests.support.forked import ARGUMENTS
 
 pytest.main(
-    ["--collect-only", "-qq", "-n0", "-p", "no:cacheprovider", "--ignore=tests/gpu", *json.loads(os.environ[ARGUMENTS])]
+    [
+        "--collect-only",
+        "-qq",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "--ignore-glob=*/tests/gpu/*",
+        *json.loads(os.environ[ARGUMENTS]),
+    ]
 )
