@@ -22,12 +22,13 @@ from async_flowrl.rollout.diffusers_engine import DiffusersEngine
 from async_flowrl.rollout.registry import PARTS, load_engine, open_embeddings
 from async_flowrl.seeds import generator
 from async_flowrl.types import RolloutRequest
-from tests.support.families import NAMES, how, model_config, passes_by_length
+from tests.support.families import NAMES, TWO_AND_SLOW, how, model_config, passes_by_length
 from tests.support.tiny import request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 IMAGES = 3
 FAMILIES = pytest.mark.parametrize("family", NAMES)
+TWO_FAMILIES = pytest.mark.parametrize("family", TWO_AND_SLOW)
 
 
 def policy_on_device(family: str, where: str = "resident") -> PipelinePolicy:
@@ -122,7 +123,7 @@ def test_the_noise_on_the_device_is_what_the_seeds_draw_on_the_host() -> None:
             assert torch.equal(drawn[row].cpu(), torch.randn(shape, generator=source))
 
 
-@FAMILIES
+@TWO_FAMILIES
 def test_offloaded_text_encoders_make_the_same_images_in_less_memory(family: str) -> None:
     """Images, trajectory and the trainer's negatives are equal; the device is freed of the encoders' bytes."""
     asked = ticket(family, 3.0)
@@ -147,7 +148,7 @@ def test_offloaded_text_encoders_make_the_same_images_in_less_memory(family: str
         assert np.array_equal(value, other[0][name])
 
 
-@FAMILIES
+@TWO_FAMILIES
 def test_cached_embeddings_make_the_same_images_and_the_network_comes_back_whole(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

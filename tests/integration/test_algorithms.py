@@ -103,6 +103,7 @@ def test_stale_samples_are_corrected_under_the_weights_that_made_them(correction
     assert run.column("log_prob_gap")[-1] > 1e-6
 
 
+@pytest.mark.extended
 def test_a_loss_of_whole_groups_gets_them_whole_from_the_controller(tmp_path: Path) -> None:
     """DGPO's weight of a group is the same whether its images are one part or four; each part's own would differ."""
     settings = ("algorithm=dgpo", *LOCAL, "total_steps=3", "trainer.learning_rate=0.02", "trainer.eps=1e-15")

@@ -60,15 +60,16 @@ def verdicts(printed: str) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) == 4 and row[0] != "step"}
 
 
-QUICK = ("flux_kontext", "wan_image", *EXPERTS, "flux")
-"""Families that `make test` checks, in float32."""
+QUICK = ("flux_kontext", "wan_image", "flux")
+"""Families that are checked in float32, beside the tiny models of EXPERTS, which `make test` checks."""
 LATER = [name for name in (*NAMES, *EDITING) if name not in QUICK]
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, "float32") for name in QUICK),
+        *((name, "float32") for name in EXPERTS),
+        *(pytest.param(name, "float32", marks=pytest.mark.extended) for name in QUICK),
         *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in LATER),
         *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in ("flux", "wan_image")),
     ],
@@ -131,6 +132,7 @@ def test_a_wrong_family_is_caught_at_the_step_that_differs(
     assert last.startswith(f"{step} is the first step that differs: ") and said in last
 
 
+@pytest.mark.extended
 def test_a_run_warns_of_a_family_until_it_is_checked_as_it_is(
     family: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

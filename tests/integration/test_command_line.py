@@ -33,6 +33,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return ran
 
 
+@pytest.mark.extended
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_tells_which_failed(
     here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_the_console_command_runs_every_tool(monkeypatch: pytest.MonkeyPatch) ->
         assert verbs.main() == 0 and sys.argv[1:] == ["--help"]
 
 
+@pytest.mark.extended
 def test_a_good_configuration_leaves_stderr_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path))  # it builds the model, for which it imports the pipeline
     done = command("train", "model=tiny_sd3", "dry_run=true")

@@ -93,6 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return [plain, corrected]
 
 
+@pytest.mark.extended
 def test_every_metric_is_explained_and_every_explained_metric_is_written(runs: list[Run]) -> None:
     explained = named(METRICS, "metrics.jsonl")
     written = {key for run in runs for line in run.metrics for key in line}

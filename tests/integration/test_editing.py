@@ -56,6 +56,7 @@ def check(run: Run, steps: int) -> None:
     assert run.column("log_prob_gap")[0] < 1e-6 and run.column("ratio/mean")[0] == 1.0
 
 
+@pytest.mark.extended
 def test_a_run_and_its_commands(edits: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With guidance, whose negative prompts are encoded with the images and come to the trainer in tickets."""
     small = ["prompts_per_step=1", "evaluate.max_prompts=1", "total_steps=2", "rollout.true_cfg_scale=2.0"]

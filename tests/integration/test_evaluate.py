@@ -122,6 +122,7 @@ def test_a_fresh_pipeline_scores_what_the_engine_scores(
     assert sheet.shape[1] == 2 * (IMAGES * 128 + (IMAGES - 1) * 4) + 4 * 4 and sheet.std() > 1
 
 
+@pytest.mark.extended
 def test_anothers_lora_with_other_prompts_and_rewards(tmp_path: Path, run: Path) -> None:
     """A file in kohya's names, which says nothing of itself: the same images as with the run's own LoRA."""
     source = lora_file.read(run / "lora")
@@ -169,6 +170,7 @@ def test_a_server_whose_program_is_missing_is_refused_before_images_are_made(run
 
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
+@pytest.mark.extended
 def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     on_error: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

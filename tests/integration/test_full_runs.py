@@ -66,6 +66,7 @@ def test_a_resumed_run_is_the_undisturbed_one(plain: Run, tmp_path: Path) -> Non
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
 
 
+@pytest.mark.extended
 def test_stream_and_one_process_are_sync(tmp_path: Path) -> None:
     short = (*FULL, "model.tiny.layers=1", "total_steps=2", "model.dtype=bfloat16", "rollout.num_workers=1")
     sync = train(tmp_path / "sync", "sync", *short)
@@ -113,6 +114,7 @@ def test_diffusers_own_pipeline_makes_the_runs_images(
     assert "trained by reinforcement learning" in card and "LoRA" not in card
 
 
+@pytest.mark.extended
 def test_the_commands_take_a_runs_transformer(plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--prompt", PROMPTS[0], "--images", "1", "--out", str(tmp_path / "grid.png")]
     assert generate_command(["--transformer", str(plain.root / "transformer"), *given]) == 0

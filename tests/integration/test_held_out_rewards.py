@@ -36,6 +36,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"data.train={file}"
 
 
+@pytest.mark.extended
 def test_a_run_with_held_out_terms_leaves_records_baseline_and_best(prompts: str, tmp_path: Path) -> None:
     """The held-out term that never answers costs exit code 3 and nothing else."""
     terms = f'+evaluate.reward.terms.silent={{name: "{PLACE}.brightness:silent"}}'

@@ -31,6 +31,7 @@ def prompts(folder: Path, name: str, *texts: str) -> str:
 
 
 @pytest.mark.parametrize("on_error", ["fail", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.extended
 def test_a_judge_that_is_down_at_the_last_evaluation_costs_only_that_evaluation(
     on_error: str, down: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def inputs_row(folder: Path) -> tuple[bool, str]:
     return next((holds, said) for name, holds, said in verify(folder / "run") if name == "inputs")
 
 
+@pytest.mark.extended
 def test_a_resume_sees_what_was_edited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,6 +153,7 @@ def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_pa
     check_resumed(folder, done + 2)
 
 
+@pytest.mark.extended
 def test_time_limit_ends_in_order_and_resume_finishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limited = [LONG, "time_limit=2.5", "disturb.update=1.0", "disturb.constant=true"]
     done = check_stopped(train(tmp_path / "run", "one_step_off", *limited, code=exit_codes.RESUMABLE))

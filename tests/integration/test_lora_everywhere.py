@@ -21,7 +21,16 @@ from async_flowrl.policies.lora_file import LoraFile
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import load_family, resolve_model
 from async_flowrl.policies.trained_file import apply_lora
-from tests.support.families import NAMES, TWO_AND_SLOW, adapted, conditioning, how, model_config, pipeline_of
+from tests.support.families import (
+    NAMES,
+    ONE_AND_EXTENDED,
+    TWO_AND_SLOW,
+    adapted,
+    conditioning,
+    how,
+    model_config,
+    pipeline_of,
+)
 from tests.support.tiny import randomise
 
 RANK, ALPHA = 4, 8.0
@@ -113,6 +122,7 @@ def test_single_files_load_in_diffusers(
     assert torch.equal(through(family, pipeline), expected)
 
 
+@pytest.mark.parametrize("family", ONE_AND_EXTENDED, indirect=True)
 def test_merged_weights_load_without_any_adapter(family: str, lora: LoraFile, expected: Tensor, tmp_path: Path) -> None:
     """Equal but for the rounding of W + BA, which the adapter does not do."""
     config = model_config(family)

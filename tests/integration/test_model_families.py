@@ -44,7 +44,7 @@ def check(run: Run, steps: int) -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        name if name in ("flux", "wan") else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.extended if name in ("flux", "wan") else pytest.mark.slow)
         for name in NAMES
         if name != "qwen_image"
     ],
@@ -57,6 +57,7 @@ def test_one_step_off_trains_every_family(family: str, tmp_path: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
 
 
+@pytest.mark.extended
 def test_steps_of_one_side_train_its_expert_alone(tmp_path: Path) -> None:
     """The other expert's adapter keeps its bits, weight decay included, and both are one version and one folder."""
     only = ["algorithm.window=list", "algorithm.window_list=[0]", "trainer.weight_decay=0.1", "seed=3"]
@@ -177,6 +178,7 @@ def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("separate"), "one_step_off", *NF4)
 
 
+@pytest.mark.extended
 def test_placements_workers_and_a_resume_make_the_same_weights(separate: Run, tmp_path: Path) -> None:
     shared = train(tmp_path / "shared", "one_step_off", *NF4, "placement=shared", "total_steps=2")
     assert shared.summary["placement"] == "shared"

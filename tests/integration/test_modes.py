@@ -70,6 +70,7 @@ def test_stream_is_sync_with_the_same_micro_batches(plain: dict[str, Run]) -> No
     assert plain["stream"].sample_log == plain["sync"].sample_log
 
 
+@pytest.mark.extended
 def test_the_closed_loop_with_guidance(plain: dict[str, Run], tmp_path: Path) -> None:
     """The trainer replays, with the weights that sampled, what the rollout did: guidance included, B no longer zero."""
     learning = ["rollout.true_cfg_scale=4", "rollout.negative_prompt=a grey and dull picture", "total_steps=5"]

@@ -47,6 +47,7 @@ def test_gloo_delivers_what_the_object_store_delivers(full_run: Run, threads: Ru
 
 
 @pytest.mark.usefixtures("ray_here")
+@pytest.mark.extended
 def test_the_object_store_delivers_from_process_to_process(tmp_path: Path, threads: Run) -> None:
     """One worker of each kind, each a process; threads only hand the weights over."""
     run = train_here_on_ray(tmp_path, "one_step_off", *TRAINED, "total_steps=3")

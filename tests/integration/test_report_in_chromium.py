@@ -116,6 +116,7 @@ def test_it_is_whole_and_fits(browser: Any, url: str, width: int, scheme: str) -
     assert page.evaluate("[...document.querySelectorAll('.uplot canvas')].every((each) => each.clientWidth > 150)")
 
 
+@pytest.mark.extended
 def test_prompts_are_shown_as_they_are(browser: Any, url: str) -> None:
     page = Opened(browser, url).page
     options = page.eval_on_selector_all("#prompt option", "(all) => all.map((each) => each.textContent)")

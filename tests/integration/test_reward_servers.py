@@ -193,6 +193,7 @@ def test_a_run_goes_on_without_a_held_out_reward_whose_server_is_lost(turns: Pat
     assert not left_behind(tmp_path)
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_without_an_optional_reward_whose_server_is_lost(turns: Path, tmp_path: Path, plain: Run) -> None:
     """Groups are trained on the other terms' sum, counted and written down, as with any failure of such a term."""
     turns.write_text("99")
@@ -204,6 +205,7 @@ def test_a_run_goes_on_without_an_optional_reward_whose_server_is_lost(turns: Pa
     assert sum(run.column("reward/lost/failures")) == len([e for e in run.events if e["event"] == "unscored"]) > 2
 
 
+@pytest.mark.extended
 def test_a_server_that_hangs_is_started_again(turns: Path, tmp_path: Path, plain: Run) -> None:
     turns.write_text("1")
     served = f"+reward.terms.color={term('dying_color:stopped_color', timeout=5.0, hung_seconds=1.5)}"
@@ -241,6 +243,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_a_served_reward_is_evaluated_by_its_server(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,8 @@ SMALLER = (
     "evaluate.images_per_prompt=2",
 )
 """Put behind the settings of each training; the slow lane runs it as it is written."""
+EXTENDED = {"docs/do/report.md", "docs/start/own_editing_reward.md"}
+"""Pages whose blocks are run by `make test-extended`, and not by `make test`."""
 INTERRUPTED = {"docs/do/resume.md"}
 """Pages whose runs are killed, for which they must be processes: in the slow lane only."""
 
@@ -73,7 +75,13 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.M
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - INTERRUPTED))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.extended] if page in EXTENDED else [])
+        for page in sorted(PAGES.keys() - INTERRUPTED)
+    ],
+)
 def test_runnable_blocks(page: str, reader: pytest.MonkeyPatch) -> None:
     """In this process, trained by its threads on fewer images: the blocks share a folder, as a reader's shell would."""
     for kind, text in PAGES[page]:
@@ -257,6 +265,7 @@ def filled(text: str, places: dict[str, str], base: str) -> str:
     return re.sub(r"\b(RUN|OUT|FOLDER|PROMPTS|BASE)\b", lambda match: (places | {"BASE": base})[match[1]], text)
 
 
+@pytest.mark.extended
 def test_they_do_what_they_say(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, one on what the other left; each page's Python after its commands."""
     out, folder = Path(places["OUT"]), resolve_model(ModelConfig()).path

@@ -62,6 +62,7 @@ def embeddings(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "embeddings").rglob("*.safetensors"))
 
 
+@pytest.mark.extended
 def test_resident_offload_and_cached_make_the_same_weights(
     tmp_path: Path, settings: tuple[str, ...], whole: Run
 ) -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.runs import train
 from tests.support.tiny import token_ids
 
@@ -18,6 +20,7 @@ def job(folder: Path, rows: list[dict[str, Any]]) -> tuple[str, list[Any]]:
     return run.digest, [run.metrics[0]["evaluation_before/reward/mean"], *run.column("reward/mean")]
 
 
+@pytest.mark.extended
 def test_token_ids_train_to_the_weights_of_their_text(tmp_path: Path) -> None:
     """Prompts and negative prompts, in rollouts, in the trainer's guidance and in evaluations, bit for bit."""
     texts = [{"prompt": text, "negative_prompt": negative} for text, negative in TEXTS]

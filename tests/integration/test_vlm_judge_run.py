@@ -81,6 +81,7 @@ def resumed(killed: Path, folder: Path, overrides: list[str], *, without: list[s
     return train(folder, "sync", *overrides, "resume=auto")
 
 
+@pytest.mark.extended
 def test_a_judge_that_lies_about_one_prompt_is_skipped_and_counted(server: ScriptedJudge, tmp_path: Path) -> None:
     def lies(request: Request) -> bytes:
         return completion("7 of 10") if "blue" in json.dumps(request["messages"]) else honest(request)

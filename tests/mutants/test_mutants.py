@@ -56,6 +56,7 @@ def among(items: Sequence[pytest.Item], mutant: Mutant) -> bool:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_named_test_catches_the_mutant(mutant: Mutant, request: pytest.FixtureRequest) -> None:
     with planted(mutant.faults):

@@ -42,7 +42,9 @@ WHOLE_TEXTS = ("qwen_image", "qwen_image_21", "qwen_image_edit", "wan_image")
 TWO_AND_SLOW = [
     name if name in ("flux", "qwen_image") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES
 ]
-"""All families, of which `make test` runs two: for what is the same code in every family."""
+"""All families, two of them outside the slow tier: for what is the same code in every family."""
+ONE_AND_EXTENDED = [name if name == "qwen_image" else pytest.param(name, marks=pytest.mark.extended) for name in NAMES]
+"""All families, of which `make test` runs one and `make test-extended` the others."""
 TEXT, NEGATIVE = "red red red red", "a grey one"
 EXPERTS = {"wan22": "async_flowrl.policies.wan:tiny_experts"}
 """Tiny models that are no family of their own → value of `model.tiny.family`."""

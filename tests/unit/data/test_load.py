@@ -185,6 +185,7 @@ def test_a_large_file_that_changes_under_a_run_is_noticed(kind: str, tmp_path: P
         prompts[21]
 
 
+@pytest.mark.extended
 def test_a_million_prompts_are_a_sequence_in_little_memory(tmp_path: Path) -> None:
     """Here 20,000: beside its text a prompt takes tens of bytes; as an object it would take ten times that."""
     count, text = 20_000, "a photo of a cat on a mat " * 3

@@ -128,6 +128,7 @@ def test_wandb_gets_images_with_captions_a_table_and_the_names_of_verl_omni(
     assert [r["training/global_step"] for r in steps] == [0, 1, 2]
 
 
+@pytest.mark.extended
 def test_wandb_shows_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, red: ConditionImage) -> None:
     logged_offline(tmp_path / "run", monkeypatch, (red,))
     table = json.loads(next((tmp_path / "run" / "wandb").rglob("*.table.json")).read_text())

@@ -71,6 +71,7 @@ def pools(words: Sequence[str]) -> dict[str, int]:
     return {pool: len(each) for pool, each in gpus_by_pool(composed(words)).items()}
 
 
+@pytest.mark.extended
 def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() -> None:
     names = ("1x80", "2x80", "8x80")
     found = {name: answer("sd35_ocr", Hardware.of(name), [PICK]) for name in names}
@@ -94,6 +95,7 @@ def test_splits_are_even_and_leave_no_device_idle() -> None:
     assert splits(seated, 2, {}) == []
 
 
+@pytest.mark.extended
 def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of 79 GiB holds one base of 50 GiB, not two; the memory of `placement=shared` counts a base once."""
     for module in (fit, devices):

@@ -68,6 +68,7 @@ def test_as_few_blocks_are_checkpointed_as_fit(counted: Callable[[Config, Layout
     assert layout(given, 1 << 20)[2] == "full", "not even the weights fit"
 
 
+@pytest.mark.extended
 def test_ranks_share_the_base_where_nothing_else_fits(counted: Callable[[Config, Layout], int]) -> None:
     given = config("trainer.num_workers=2")
     whole = counted(given, WHOLE)

@@ -125,6 +125,7 @@ def test_an_offloaded_base_is_planned_as_torch_pins_it(shared_models: SharedMode
     assert sum(sizes) == surely < sum(map(pinned_bytes, sizes)) <= at_most
 
 
+@pytest.mark.extended
 def test_a_loss_through_the_reward_counts_the_reward_and_the_vae() -> None:
     one = ("model=tiny", "reward=clip_score", "trainer.micro_batch_size=1", "trainer.timesteps_per_forward=1")
     plain = planned_trainer(compose_config("one_step_off", [*one, "algorithm=diffusion_nft"]))
@@ -170,6 +171,7 @@ def test_codes_and_scales_are_counted_as_they_are_stored(name: str) -> None:
     assert by_header.base_bytes == pytest.approx(sizes.base_bytes, rel=0.03)
 
 
+@pytest.mark.extended
 def test_a_quantised_base_is_advised_where_no_cheaper_setting_is_enough() -> None:
     config = tiny("model.dtype=bfloat16", "placement=shared", "rollout.text_encoder=cached")
     process = next(processes(config, lasting=True))
@@ -267,6 +269,7 @@ def seated(*overrides: str, **terms: RewardTerm) -> Config:
     return config
 
 
+@pytest.mark.extended
 def test_clip_takes_what_it_says() -> None:
     """ViT-H/14 on the meta device, a batch of 16: its weights, and what passes while it embeds images."""
     from transformers import CLIPConfig, CLIPModel

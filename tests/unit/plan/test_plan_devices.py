@@ -47,6 +47,7 @@ def test_what_a_refusal_names_does_fit() -> None:
         assert lasting(small(*pair, change))[0] <= short
 
 
+@pytest.mark.extended
 def test_fractions_have_their_share() -> None:
     halved = small("rollout.gpus_per_worker=0.5")
     with pytest.raises(ConfigError, match="a rollout worker needs"):

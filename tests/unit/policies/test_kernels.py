@@ -14,7 +14,7 @@ from async_flowrl.policies.lora import lora_parameters
 from async_flowrl.policies.pipeline import PipelinePolicy
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.training.fsdp import checkpoint_blocks
-from tests.support.families import NAMES, adapted, conditioning, how, model_config, policy_of
+from tests.support.families import NAMES, ONE_AND_EXTENDED, adapted, conditioning, how, model_config, policy_of
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import tensors
 
@@ -47,6 +47,7 @@ def counted(graphs: list[Any]) -> Any:
     return backend
 
 
+@pytest.mark.extended
 def test_compiled_blocks_give_the_same_gradients() -> None:
     graphs = list[Any]()
     plain = gradients("qwen_image", checkpointing="full", blocks=1)
@@ -137,7 +138,7 @@ def test_compiled_bits_do_not_depend_on_what_was_made_before(shared_models: Shar
     assert any(not torch.equal(found[0][shape], plain[shape]) for shape in SHAPES), "nothing was compiled"
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", ONE_AND_EXTENDED)
 def test_attention_goes_through_the_backend_or_is_refused(family: str, shared_models: SharedModels) -> None:
     policy, resolved = policy_of(family, parts="transformer"), resolve_model(model_config(family))
     if family in ("sd3", "sana"):

@@ -121,6 +121,7 @@ def test_every_process_of_every_family_has_the_same_bits(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TWO_AND_SLOW)
+@pytest.mark.extended
 def test_text_encoders_are_quantised_alike_wherever_they_are(family: str) -> None:
     """Also as those that are loaded from their own files and then quantised."""
     model, here = resolved(family, quantize_text_encoder="int8"), loaded(resolved(family), "all")
@@ -204,6 +205,7 @@ def test_a_node_keeps_what_its_processes_read(cache: Path, local: ModelConfig) -
     assert folders == [{"transformer"}, *[{"transformer", "text_encoder"}] * 2]
 
 
+@pytest.mark.extended
 def test_other_files_other_settings_and_another_dtype_are_other_copies(cache: Path, local: ModelConfig) -> None:
     digests = [base_digest(weights_of(resolve_model(local)))]
     for change in ({"quantize": "nf4"}, {"dtype": "bfloat16"}):

@@ -148,6 +148,7 @@ def test_what_files_say_is_data(tmp_path: Path) -> None:
         as_data(float("nan"))
 
 
+@pytest.mark.extended
 def test_a_long_run_stays_small_and_says_what_was_thinned(tmp_path: Path) -> None:
     root = make_run(tmp_path / "run", 800, workers=30, evaluations=60)
     found = document([root])

@@ -46,6 +46,7 @@ def test_the_client_gets_the_bits_that_the_reward_gave(url: str) -> None:
     assert [each["score"] for each in asyncio.run(results(HTTP(url, encoding="jpeg"), noise))] != expected
 
 
+@pytest.mark.extended
 def test_any_reward_of_ours_is_served_with_its_terms() -> None:
     terms = "{color: {weight: 2.0}, jpeg_compressibility: {weight: 0.5}}"
     config = compose_config("one_step_off", ["~reward", f"+reward={{terms: {terms}}}"]).reward

@@ -67,6 +67,7 @@ def test_each_group_is_compared_with_its_own_teacher(tmp_path: Path) -> None:
         assert same == 0.0 < different
 
 
+@pytest.mark.extended
 def test_the_terms_of_a_group_see_reference_and_average_alone(tmp_path: Path) -> None:
     """Both where its parts are summed first and where one part is the whole group."""
     config = taught(tmp_path, name="dgpo", sde_type="ode", average_decay="half")

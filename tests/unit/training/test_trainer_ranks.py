@@ -90,6 +90,7 @@ def test_ranks_that_hold_the_whole_base_make_the_same_weights(two: dict[str, lis
     assert one["metrics"] == two["plain"][0]["metrics"]
 
 
+@pytest.mark.extended
 def test_ranks_with_a_quantized_base_make_the_weights_of_one(
     jobs: dict[str, Job], two: dict[str, list[Outcome]]
 ) -> None:

@@ -103,6 +103,7 @@ def in_two_tickets(group: rig.Handed) -> rig.Handed:
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(1, 1), (2, 3), (4, 3)])
+@pytest.mark.extended
 def test_micro_batching_changes_only_roundings(handed: list[list[rig.Handed]], samples: int, steps: int) -> None:
     one = rig.trainer(rig.tiny_config())
     other = rig.trainer(rig.tiny_config(micro_batch_size=samples, timesteps_per_forward=steps))
@@ -156,6 +157,7 @@ def test_kl_to_the_base_is_zero_at_the_start_and_grows(sampler: rig.Sampler, han
 
 
 @pytest.mark.parametrize(("how", "blocks"), [("full", [True, True]), ("every_2", [True, False])])
+@pytest.mark.extended
 def test_gradient_checkpointing_gives_the_same_weights(
     how: str, blocks: list[bool], handed: list[list[rig.Handed]]
 ) -> None:
@@ -199,6 +201,7 @@ def test_a_warm_start_is_where_training_begins_and_what_the_kl_is_taken_to(
     assert rig.update(resumed, 2, handed[0]).metrics["kl"] > 0, "the reference is the warm start, not what was resumed"
 
 
+@pytest.mark.extended
 def test_the_reference_is_set_anew_every_n_steps() -> None:
     """With n = 2 the KL of a step is 0 at steps 0, 2 and 4: the weights that begin it are the reference."""
     config = rig.tiny_config()

@@ -68,6 +68,7 @@ def _velocities(sampler: rig.Sampler, trajectory: Any) -> list[Tensor]:
         ]
 
 
+@pytest.mark.extended
 def test_measured_kl_is_that_of_another_calculation(handed: list[list[rig.Handed]]) -> None:
     given = config()
     worker = rig.trainer(given)
@@ -79,6 +80,7 @@ def test_measured_kl_is_that_of_another_calculation(handed: list[list[rig.Handed
         assert metrics[f"kl_per_update/{step}"] == pytest.approx(nats, rel=1e-3)
 
 
+@pytest.mark.extended
 def test_without_a_limit_every_tenth_update_is_measured(handed: list[list[rig.Handed]]) -> None:
     _, lines = trained(config(), [handed[0]] * 11)
     assert [index for index, line in enumerate(lines) if "kl_per_update" in line] == [0, 10]
