@@ -91,7 +91,7 @@ class RayConnection:
                         raise
                     slow = f"Ray did not start on this machine within its limit of 30 s, {attempt} of {STARTS} times"
                     if attempt == STARTS:
-                        raise ResourcesMissing(f"{slow}: other work keeps its cores or its disk busy") from error
+                        raise ResourcesMissing(f"{slow}: the cores or the disk are busy; see Ray's logs") from error
                     log.warning("%s; it is started again", slow)
             self.daemons = started()
 
