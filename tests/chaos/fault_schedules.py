@@ -1,18 +1,15 @@
 """Schedules of faults, each drawn from a seed: the place and kind of each fault, and the end that the run must have.
 
-`python -m tests.chaos.fault_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+`python -m tests.chaos fault_schedules FIRST LAST` runs a range of seeds and prints what was hit.
 """
 
 import asyncio
 import functools
 import math
 import random
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
 
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.context import Context
@@ -265,23 +262,3 @@ def check_success(run: ToyRun, config: Config) -> None:
 
 def coverage(ended: list[Ended]) -> Counter[tuple[str, str]]:
     return Counter(hit for each in ended for hit in each.hits)
-
-
-def report(ended: list[Ended]) -> str:
-    """Hits of every cell, and how the schedules ended."""
-    hits = coverage(ended)
-    cells = [f"{place:28} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
-    return "\n".join([*cells, *ends_of(ended)])
-
-
-def ends_of(ended: list[Ended]) -> list[str]:
-    """How often each end came, and what was wrong with which seed."""
-    ends = Counter(each.how for each in ended)
-    counted = f"{len(ended)} schedules: " + ", ".join(f"{how} {count}" for how, count in ends.most_common())
-    return [counted, *(f"seed {each.seed}: {each.wrong}" for each in ended if each.wrong)]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    first, last = (int(text) for text in sys.argv[1:3])
-    print(report([outcome(seed) for seed in range(first, last)]))

@@ -1,13 +1,12 @@
 """Schedules of events that end an attempt: deaths of trainer ranks and of controllers, and unusable checkpoints.
 
-`python -m tests.chaos.recovery_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+`python -m tests.chaos recovery_schedules FIRST LAST` runs a range of seeds and prints what was hit.
 """
 
 import asyncio
 import functools
 import random
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -16,16 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.curves import evaluation_due
 from async_flowrl.config.schema import Config, LimitsConfig
 from async_flowrl.controller.checkpoints import SaveFailed
 from async_flowrl.training.checkpoint import written
 from separation.supervise import DeadlineExceeded
-from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, SIZES, UPDATE, Ended, ends_of, random_timing
-from tests.chaos.fault_schedules import CELLS as WORKER_CELLS
+from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, SIZES, UPDATE, Ended, random_timing
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
 from tests.chaos.fault_schedules import fatal as fatal_to_worker
 from tests.support.toy import toy_config
@@ -277,17 +273,3 @@ def check_left(root: Path, config: Config, expected: Left) -> None:
     due = {version for version in range(STEPS + 1) if evaluation_due(config, version)}
     gone = {v for v in due for back in rollbacks(root) if v < back - config.max_staleness}
     assert due - gone <= set(evaluated) <= due, f"evaluated {sorted(evaluated)}, due were {sorted(due)}"
-
-
-def report(ended: list[Ended]) -> str:
-    """Hits of every cell, and how the schedules ended."""
-    hits = Counter(hit for each in ended for hit in set(each.hits))
-    cells = [f"{place:30} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
-    beside = f"and {sum(hits[pair] for pair in BESIDE)} faults of workers beside them ({len(WORKER_CELLS)} places)"
-    return "\n".join([*cells, beside, *ends_of(ended)])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    first, last = (int(text) for text in sys.argv[1:3])
-    print(report([outcome(seed) for seed in range(first, last)]))

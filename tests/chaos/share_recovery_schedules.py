@@ -1,22 +1,18 @@
 """Schedules of events that end an attempt of ranks with a share of the weights each: deaths, and damaged shares.
 
 A rank's death takes all ranks back to the last checkpoint of which every share is sound.
-`python -m tests.chaos.share_recovery_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+`python -m tests.chaos share_recovery_schedules FIRST LAST` runs a range of seeds and prints what was hit.
 """
 
 import functools
 import random
-import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import written
-from tests.chaos.fault_schedules import Ended, ends_of, random_timing
+from tests.chaos.fault_schedules import Ended, random_timing
 from tests.chaos.recovery_schedules import (
     STEPS,
     Left,
@@ -175,15 +171,3 @@ def check(root: Path, config: Config, *, torn: bool) -> None:
     """What `check_left` says, and that only as many checkpoints are left as are asked for."""
     check_left(root, config, undisturbed(config.max_staleness, config.trainer.num_workers))
     assert len(written(root / "checkpoints")) <= config.save.keep + torn
-
-
-def report(ended: list[Ended]) -> str:
-    """Hits of every cell, and how the schedules ended."""
-    hits = Counter(hit for each in ended for hit in set(each.hits))
-    return "\n".join([*(f"{place:30} {fault:10} {hits[place, fault]:5}" for place, fault in PAIRS), *ends_of(ended)])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    first, last = (int(text) for text in sys.argv[1:3])
-    print(report([outcome(seed) for seed in range(first, last)]))

@@ -1,23 +1,20 @@
 """Schedules of faults in runs with `placement=shared`, each drawn from a seed.
 
 Whole controllers run, with real checkpoints and ledgers, so that all processes start again when one dies.
-`python -m tests.chaos.shared_schedules FIRST LAST` runs a range of seeds and prints the coverage.
+`python -m tests.chaos shared_schedules FIRST LAST` runs a range of seeds and prints what was hit.
 """
 
 import asyncio
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.endpoints import SenderLate
 from async_flowrl.observability.events import read_events
-from tests.chaos.fault_schedules import HORIZON_SECONDS, Ended, ends_of, random_timing
+from tests.chaos.fault_schedules import HORIZON_SECONDS, Ended, random_timing
 from tests.chaos.recovery_schedules import AVERAGES, Left, check_left, scratch, undisturbed
 from tests.support.toy_pool import ListObserver, Timing, World
 from tests.support.toy_recovery import Groups, Outside, events, rollbacks, run_controller, summary
@@ -249,17 +246,3 @@ def check_returns(root: Path, pool: ToySharedPool) -> None:
             assert newest - 1 <= step <= newest, f"{newest} steps were trained, it went back to {step}"
             newest, died = step, False
     assert (len(everybody) > len(pool.workers)) == bool(rollbacks(root))
-
-
-def report(ended: list[Ended]) -> str:
-    """Hits of every cell, and how the schedules ended."""
-    hits = Counter(hit for each in ended for hit in set(each.hits))
-    cells = [f"{place:30} {fault:16} {hits[place, fault]:5}" for place, fault in PAIRS]
-    beside = sum(hits[pair] for pair in set(BESIDE) - set(PAIRS))
-    return "\n".join([*cells, f"and {beside} other faults beside them", *ends_of(ended)])
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    first, last = (int(text) for text in sys.argv[1:3])
-    print(report([outcome(seed) for seed in range(first, last)]))

@@ -1,11 +1,10 @@
 """Tests of runs whose trainer ranks have a share of the weights each: deaths and damaged shares change no bit."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
-from tests.chaos.share_recovery_schedules import PAIRS, outcome, report
+from tests.chaos.share_recovery_schedules import PAIRS, outcome
 
 pytestmark = pytest.mark.chaos
 
@@ -16,12 +15,9 @@ FEW = SEEDS[: len(PAIRS) : 3]
 
 
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)
-def test_every_run_goes_on_from_the_last_sound_checkpoint(
-    seeds: range, record_property: Callable[[str, object], None]
-) -> None:
-    """`python -m tests.chaos.share_recovery_schedules 0 130` prints the table."""
+def test_every_run_goes_on_from_the_last_sound_checkpoint(seeds: range) -> None:
+    """`python -m tests.chaos share_recovery_schedules 0 130` prints the table."""
     ended = [outcome(seed) for seed in seeds]
-    record_property("coverage", report(ended))
     assert [(each.seed, each.wrong) for each in ended if each.wrong] == []
     hits = Counter(hit for each in ended for hit in set(each.hits))
     due = Counter(PAIRS[seed % len(PAIRS)] for seed in seeds)

@@ -1,12 +1,12 @@
 """Tests of fault schedules with `placement=shared`: each run ends in the undisturbed weights or with a named error."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from tests.chaos.fault_schedules import Ended
-from tests.chaos.shared_schedules import MODES, PAIRS, PER_CELL, make_schedule, outcome, report
+from tests.chaos.shared_schedules import MODES, PAIRS, PER_CELL, make_schedule, outcome
 
 pytestmark = pytest.mark.chaos
 
@@ -20,12 +20,9 @@ ONE_EACH = [cell + len(PAIRS) * ((cell + 3) % len(MODES)) for cell in range(len(
     [ONE_EACH, pytest.param(SEEDS, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
     ids=["one of each", "all of each"],
 )
-def test_every_run_goes_on_or_ends_by_name_and_every_cell_is_hit(
-    seeds: Sequence[int], record_property: Callable[[str, object], None]
-) -> None:
-    """`python -m tests.chaos.shared_schedules 0 912` prints the table."""
+def test_every_run_goes_on_or_ends_by_name_and_every_cell_is_hit(seeds: Sequence[int]) -> None:
+    """`python -m tests.chaos shared_schedules 0 912` prints the table."""
     ended = [outcome(seed) for seed in seeds]
-    record_property("coverage", report(ended))
     assert [(each.seed, each.wrong) for each in ended if each.wrong] == []
     wanted = max(1, len(seeds) // len(PAIRS) * 3 // 4)
     hits = hits_of(ended)
