@@ -1,10 +1,6 @@
-"""Tests of the ticket table alone: the gate, retries, and conservation in any order of events."""
-
-import random
+"""Tests of the ticket table alone: the gate, retries, and what is refused; tests/chaos has random orders of events."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from async_flowrl.tickets.table import Refused, Shape, State, Ticket, TicketTable
 
@@ -13,8 +9,8 @@ def digest(version: int) -> str:
     return f"digest-{version}"
 
 
-def table(k: int = 1, steps: int = 4, groups: int = 2, parts: int = 1) -> TicketTable:
-    return TicketTable(Shape(parts, groups, steps, k))
+def table(k: int = 1, steps: int = 4, groups: int = 2) -> TicketTable:
+    return TicketTable(Shape(1, groups, steps, k))
 
 
 def opened(k: int = 1, steps: int = 4, groups: int = 2) -> TicketTable:
@@ -117,81 +113,6 @@ def test_evaluation_has_its_own_slot_and_a_guaranteed_share() -> None:
     assert kinds.index("evaluation") < 4
     with pytest.raises(Refused, match="still outstanding"):
         t.issue_evaluation(version=0, step=1, groups=1)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    k=st.integers(0, 3),
-    steps=st.integers(1, 6),
-    groups=st.integers(1, 3),
-    parts=st.integers(1, 2),
-    seed=st.integers(0, 2**32),
-)
-def test_any_order_of_events_keeps_the_promises(k: int, steps: int, groups: int, parts: int, seed: int) -> None:
-    """Random interleavings of starts, results, deaths, payload losses and delayed acknowledgements."""
-    chaos = Chaos(table(k, steps, groups, parts), random.Random(seed))
-    for _ in range(20_000):
-        if chaos.table.step == steps:
-            break
-        chaos.event()
-        assert sum(chaos.table.counts().values()) == chaos.table.issued
-    assert chaos.trained == list(range(steps * groups * parts))
-    assert chaos.ages == [min(ordinal // (groups * parts), k) for ordinal in chaos.trained]
-
-
-class Chaos:
-    """Draws one event at a time and applies it to the table."""
-
-    def __init__(self, t: TicketTable, rng: random.Random) -> None:
-        self.table, self.rng = t, rng
-        self.acked = dict.fromkeys(("a", "b", "c"), -1)
-        self.latest, self.ages, self.trained = 0, [], []
-        for worker in self.acked:
-            t.join(worker)
-        t.publish(0, digest(0))
-
-    def event(self) -> None:
-        actions = [self.acknowledge, self.run, self.run, self.finish, self.finish, self.die, self.lose, self.train]
-        self.rng.choice(actions)(self.rng.choice(list(self.acked)))
-
-    def acknowledge(self, worker: str) -> None:
-        if self.acked[worker] < self.latest:
-            self.acked[worker] += 1
-            self.table.acknowledge(worker, self.acked[worker], digest(self.acked[worker]))
-
-    def run(self, worker: str) -> None:
-        if ticket := self.table.next_for(worker):
-            self.table.start(ticket, worker)
-
-    def finish(self, worker: str) -> None:
-        running = [x for x in self.table.live() if x.state is State.RUNNING]
-        if running:
-            ticket = self.rng.choice(running)
-            self.table.generated(ticket, version=ticket.version, digest=digest(ticket.version), payload=1)
-            self.table.scored(self.table.to_score(ticket), (0.0,))
-
-    def die(self, worker: str) -> None:
-        if self.rng.random() < 0.3:
-            self.table.lost_worker(worker)
-            self.table.join(worker)
-            self.acked[worker] = self.table.shape.version_for(self.table.step) - 1
-
-    def lose(self, worker: str) -> None:
-        ready = [x for x in self.table.live() if x.state is State.READY]
-        if ready and self.rng.random() < 0.3:
-            self.table.retry(self.rng.choice(ready))
-
-    def train(self, worker: str) -> None:
-        t, step = self.table, self.table.step
-        if step == t.shape.total_steps or not all(t.ready(step, g) for g in range(t.shape.groups_per_step)):
-            return
-        for group in range(t.shape.groups_per_step):
-            for ticket in t.hand_over(step, group):
-                self.ages.append(step - ticket.version)
-                self.trained.append(ticket.ordinal)
-        t.close_step(step)
-        self.latest = step + 1
-        t.publish(self.latest, digest(self.latest))
 
 
 def test_a_result_with_another_label_is_refused() -> None:
