@@ -108,12 +108,13 @@ class TableSchedule:
             self.under_way = [each for each in self.under_way if each[0] != name or self.rng.random() < 0.5]
 
     def lose(self, name: str) -> None:
+        """The images of a ticket are lost, and perhaps those of others of its group."""
         lossable = [ticket for ticket in self.table.live() if ticket.state in (State.READY, State.SCORING)]
         if lossable and self.rng.random() < 0.1:
             self.counts["losses"] += 1
             lost = self.rng.choice(lossable)
             for ticket in self.table.group(lost.step, lost.group):
-                if ticket.state in (State.READY, State.SCORING):
+                if ticket is lost or (ticket.state in (State.READY, State.SCORING) and self.rng.random() < 0.5):
                     self.table.retry(ticket)
 
     def train(self, name: str) -> None:
