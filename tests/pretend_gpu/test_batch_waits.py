@@ -9,21 +9,33 @@ from dataclasses import replace
 import pytest
 from pretended.report import SYNC, Seen, watched
 
+from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.rollout_worker import RolloutWorker
 from async_flowrl.types import Prompt, RolloutRequest
-from tests.pretend_gpu.test_host_waits import MAX_WAITS_PER_TICKET, settings, with_weights
-from tests.support.families import TWO_AND_SLOW, how
+from checkpoint_engine import Publisher
+from tests.support import trainer_rig as rig
+from tests.support.families import TWO_AND_SLOW, how, model_config
 from tests.support.tiny import request
 
+MAX_WAITS_PER_TICKET = 4
 TEXTS = ("red red", "a very long prompt of blue and of green", "green")
 GUIDANCE = {"flux": (1.0,), "flux2": (1.0,)}
 """Scales of true guidance that are tried, by family; (1.0, 3.0) if it is not here."""
 
 
 def loaded(family: str) -> RolloutWorker:
-    config = settings(family)
+    """A loaded worker that holds version 0."""
+    config = rig.tiny_config()
+    config.model = model_config(family)
+    config.rollout.guidance_scale = 3.5 if family == "flux" else 0.0
     config.rollout.tickets_per_batch = len(TEXTS)
-    return with_weights(config)
+    worker = RolloutWorker(config, resolve_model(config.model), 0, "rollout-0")
+    worker.load()
+    publisher = Publisher(worker.engine.live_tensors(), alpha=config.lora.alpha, rank=config.lora.rank)
+    publisher.stage(0)
+    publisher.seal(0)
+    worker.receiver.receive(*publisher.payload(0))
+    return worker
 
 
 def asked(family: str, count: int, steps: int, scale: float) -> list[RolloutRequest]:

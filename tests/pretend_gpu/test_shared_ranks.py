@@ -138,6 +138,7 @@ def test_the_sum_over_two_ranks_waits_for_no_ticket_and_makes_the_weights_of_one
         assert max(waits for _, _, waits, _ in steps) <= 12
 
 
+@pytest.mark.slow
 def test_on_the_stream_of_the_tickets_both_would_wait(batches: Batches) -> None:
     told = run(batches[:1], tiny(), planted=True)
     assert [steps[0][1] for steps in told] == [True] * RANKS
