@@ -1,8 +1,8 @@
 """Program with a rollout worker whose engine spreads its network over two ranks; prints results as JSON, then waits.
 
-Usage: python -m tests.vllm_omni.two_ranks FAMILY [killed]
+Usage: python -m tests.vllm_omni.two_ranks FAMILY
 
-With `killed`, the process of one rank is killed between two tickets.
+At the end the process of one rank is killed, and a ticket is asked for.
 """
 
 import json
@@ -40,17 +40,6 @@ def of_two_ranks(family: str) -> Rig:
         return Rig(gpus_per_worker=2.0, family=family, heads=6)
 
 
-def with_a_killed_rank(family: str) -> dict[str, Any]:
-    rig, asked = of_two_ranks(family), request(1)
-    rig.made(asked, 1)
-    multiprocessing.active_children()[-1].kill()
-    try:
-        rig.made(asked, 1)
-    except Exception as error:
-        return {"raised": type(error).__name__, "message": str(error)}
-    return {"raised": None}
-
-
 def findings(family: str) -> dict[str, Any]:
     rig = of_two_ranks(family)
     weights = {name: weight for name, weight in rig.policy.transformer.named_parameters() if ".lora_" not in name}
@@ -65,12 +54,15 @@ def findings(family: str) -> dict[str, Any]:
     rig.hold(1)
     layers = lora_layers(lora_modules(rig.policy.transformer))
     check_binding(binding_probe({name: LoraModule(*parts) for name, parts in layers.items()}), rig.engine.probe())
+    multiprocessing.active_children()[-1].kill()
+    try:
+        rig.made(asked, 1)
+    except Exception as error:
+        found["raised"] = type(error).__name__
     return found
 
 
 if __name__ == "__main__":
-    family, *killed = sys.argv[1:]
-    found = with_a_killed_rank(family) if killed else findings(family)
-    sys.__stdout__.write(json.dumps(found) + "\n")
+    sys.__stdout__.write(json.dumps(findings(sys.argv[1])) + "\n")
     sys.__stdout__.flush()
     time.sleep(3600)
