@@ -45,15 +45,6 @@ def test_evaluation_is_no_barrier() -> None:
     assert [e for e in found.tickets("RUNNING") if begun[0]["time"] < e["time"] < ended[0]["time"]]
 
 
-def test_an_evaluation_has_a_guaranteed_share() -> None:
-    """A pool that is never idle still takes every fourth ticket from it."""
-    found = run("fully_async", timing=Timing(update=0.1), evaluate__every=2, rollout__num_workers=1)
-    begun, ended = (found.tickets(state, kind="evaluation")[::2] for state in ("PENDING", "TRAINED"))
-    for first, last in zip(begun, ended, strict=True):
-        others = [e for e in found.tickets("RUNNING") if first["time"] < e["time"] < last["time"]]
-        assert len(others) <= 8
-
-
 def test_a_second_evaluation_waits_for_the_first_and_loses_nothing() -> None:
     timing = Timing(generate=1.0, score=0.1, slow={})
     found = run("one_step_off", timing=timing, evaluate__every=1, rollout__num_workers=1)
