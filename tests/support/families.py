@@ -35,7 +35,7 @@ def runs_here(family: str) -> bool:
 
 
 EDITING = ("qwen_image_edit", "flux_kontext", "wan_image")
-"""Families whose prompts need images; test_qwen_image_edit.py, test_flux_edit.py and test_wan_image.py test them."""
+"""Families whose prompts need images; test_image_edits.py and test_wan_image.py test them."""
 NAMES = sorted(family for family in filter(runs_here, FAMILIES) if family not in EDITING)
 WHOLE_TEXTS = ("qwen_image", "qwen_image_21", "qwen_image_edit", "wan_image")
 """Families that do not pad texts."""

@@ -40,17 +40,6 @@ def conditioning(policy: QwenImagePolicy) -> tuple[dict[str, Tensor], dict[str, 
     return tensors(positive), tensors(negative)
 
 
-def test_the_schedule_is_the_published_one(policy: QwenImagePolicy) -> None:
-    sigmas = policy.sigmas(10, 512)
-    assert sigmas.dtype == torch.float32
-    assert sigmas[0] == 1 and sigmas[-1] == 0
-    published = [1, 0.9290, 0.8515, 0.7666, 0.6733, 0.5701, 0.4555, 0.3274, 0.1833, 0.02, 0]
-    assert torch.allclose(sigmas, torch.tensor(published), atol=1e-4)
-    assert not torch.equal(policy.sigmas(10, 512), policy.sigmas(10, 1024))
-    with pytest.raises(ValueError, match="at least 2"):
-        policy.sigmas(1, 32)
-
-
 def test_a_system_prompt_replaces_the_templates(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
     own = pipeline.prompt_template_encode.split("system\n")[1].split("<|im_end|>")[0]
     (plain,), (same,), (other,) = (policy.encode([RED.text], system=system) for system in (None, own, "Paint {badly}."))

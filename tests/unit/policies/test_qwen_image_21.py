@@ -19,9 +19,10 @@ from async_flowrl.config.resolution import Resolution, height_width
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies import registry
 from async_flowrl.policies.pipeline import PipelinePolicy, over_white
-from async_flowrl.policies.registry import family_of, load_pipeline, resolve_model
+from async_flowrl.policies.registry import PromptCheck, family_of, load_pipeline, resolve_model
 from async_flowrl.policies.tiny import build_tiny
-from tests.support.families import NAMES, NEGATIVE, how, model_config, on_white, policy_of
+from async_flowrl.types import Prompt
+from tests.support.families import NAMES, NEGATIVE, how, model_config, on_white, policy_of, to_edit
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import tensors
 
@@ -79,14 +80,6 @@ def test_prompts_of_unequal_length_in_one_batch_are_the_stock_pipelines_one_by_o
     assert np.abs(ours.astype(int) - np.asarray(on_white(picture))).max() <= 1 and ours.std() > 10
 
 
-def test_the_schedule_is_that_of_the_published_model(policy: PipelinePolicy) -> None:
-    """At 768 px (2304 tokens), as its revision 790c926 gave it to diffusers; float32 of 20 steps, and of 4 at 256."""
-    expected = [1, 0.9699349, 0.9384435, 0.9054218, 0.8707551, 0.8343178, 0.7959704, 0.7555588, 0.7129118, 0.6678385]
-    assert torch.allclose(policy.sigmas(20, 768)[:10], torch.tensor(expected), atol=1e-6)
-    expected = [1, 0.7446114, 0.4266735, 0.02, 0]
-    assert torch.allclose(policy.sigmas(4, 256), torch.tensor(expected), atol=1e-6)
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_known_layout_gives_the_bits_of_diffusers_forward(dtype: str) -> None:
@@ -103,18 +96,33 @@ def test_a_known_layout_gives_the_bits_of_diffusers_forward(dtype: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.fixture(scope="module")
+def edit(tmp_path_factory: pytest.TempPathFactory) -> Prompt:
+    images = to_edit(tmp_path_factory.mktemp("images"), (200, 300), (256, 128))
+    return Prompt(0, TEXTS[0], images=tuple(images))
+
+
 @pytest.mark.extended
-def test_the_host_reads_nothing_from_the_device() -> None:
+def test_the_host_reads_nothing_from_the_device(edit: Prompt) -> None:
     """Fake tensors have no values: whatever looked at one would raise, as diffusers' own forward does."""
-    policy = policy_of(FAMILY)
-    positive = tensors(policy.encode([TEXTS[0]])[0])
-    x, sampling = noise(policy, 32, 2), how(FAMILY)  # type: ignore[arg-type]
+    policy: Any = policy_of(FAMILY)
+    arrays = tensors(policy.encode([edit.wording])[0])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        x, sigma, text = mode.from_tensor(x), torch.ones(2), mode.from_tensor(positive["prompt_embeds"])
-        assert policy.velocity(x, sigma, {"prompt_embeds": text}, None, sampling).shape == x.shape
+        given = {name: mode.from_tensor(array) for name, array in arrays.items()}
+        x, sigma = mode.from_tensor(noise(policy, 32, 2)), torch.ones(2)
+        assert policy.velocity(x, sigma, given, None, how(FAMILY)).shape == x.shape
         del policy.transformer.forward
         with pytest.raises((DynamicOutputShapeException, DataDependentOutputException)):
-            policy.velocity(x, sigma, {"prompt_embeds": text}, None, sampling)
+            policy.velocity(x, sigma, {"prompt_embeds": given["prompt_embeds"]}, None, how(FAMILY))
+
+
+def test_an_edit_that_it_cannot_make_is_refused(policy: Any, edit: Prompt) -> None:
+    check = PromptCheck(resolve_model(model_config(FAMILY)))
+    check(edit)
+    with pytest.raises(ValueError, match="8191 positions"):
+        check(replace(edit, images=edit.images * 200))
+    with pytest.raises(ValueError, match="no text may have it"):
+        policy.check_marks("<|image_pad|>")
 
 
 def test_transparent_pictures_are_laid_over_white_as_pillow_does_it() -> None:

@@ -24,12 +24,6 @@ from tests.support.tiny import tiny_policy
 from tests.support.video import build_video
 
 
-def test_a_local_folder_is_resolved_like_tiny(tmp_path: Path) -> None:
-    folder = build_tiny(TinyConfig(), tmp_path)
-    resolved = resolve_model(ModelConfig(path=str(folder)))
-    assert (resolved.path, resolved.family, resolved.revision) == (str(folder), "qwen_image", None)
-
-
 def test_only_this_thread_builds_on_the_meta_device() -> None:
     """Also fake parameters, with which memory is planned."""
 
