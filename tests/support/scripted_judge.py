@@ -17,17 +17,12 @@ Behaviour = Callable[[Request], "bytes | Awaitable[bytes]"]
 class ScriptedJudge:
     """The server's state. A test may change `behaviour` at any time.
 
-    `requests` and `headers` are those received, in order; `connections` counts connections, `open_now` the requests
-    that wait for an answer, and `open_most` the largest `open_now` so far.
+    `requests` are those received, in order.
     """
 
     behaviour: Behaviour
     port: int = 0
     requests: list[Request] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    connections: int = 0
-    open_now: int = 0
-    open_most: int = 0
 
     @property
     def url(self) -> str:
@@ -35,7 +30,6 @@ class ScriptedJudge:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection, with as many requests as the client sends on it."""
-        self.connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode().split("\r\n")
@@ -43,12 +37,8 @@ class ScriptedJudge:
                 headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines if line)}
                 body = json.loads(await reader.readexactly(int(headers["content-length"])))
                 self.requests.append(body)
-                self.headers.append(headers)
-                self.open_now += 1
-                self.open_most = max(self.open_most, self.open_now)
                 response = self.behaviour(body)
                 response = response if isinstance(response, bytes) else await response
-                self.open_now -= 1
                 writer.write(response)
                 await writer.drain()
                 if b"Connection: close" in response or not response:

@@ -20,7 +20,7 @@ from separation.program import Program
 from tests.integration.left_behind import left_behind
 from tests.integration.runs import ROOT, train
 from tests.support.ports import free_port
-from tests.support.tiny_judge import TinyVLM
+from tests.support.tiny_judge import first_log_probs
 from tests.vlm_server.model import SIDE, tiny_vlm, write
 
 VLLM = Path(os.environ.get("VLM_SERVER_VENV", ROOT / ".venv-vlm-server")) / "bin" / "vllm"
@@ -88,8 +88,8 @@ def test_the_score_is_the_expectation_of_the_models_probabilities(url: str) -> N
     """The server's numbers are those of transformers, with other kernels: of each image, and of the listed answers."""
     question = "{prompt}: 1 to 5?"
     tokenizer, model = tiny_vlm()
-    vlm = TinyVLM(tokenizer, model)
-    bias = {vlm.id_of(answer): 20.0 for answer in ANSWERS}
+    ids = {answer: int(tokenizer.convert_tokens_to_ids(answer)) for answer in ANSWERS}
+    bias = dict.fromkeys(ids.values(), 20.0)
     extra = {"logit_bias": {str(token): value for token, value in bias.items()}}
     options: dict[str, Any] = {"answers": ANSWERS, "prompt_template": question, "min_mass": 0.9, "extra_body": extra}
     results = ask(VLMJudge(url, "tiny", "probabilities", **options))
@@ -98,8 +98,8 @@ def test_the_score_is_the_expectation_of_the_models_probabilities(url: str) -> N
             {"type": "image_url", "image_url": {"url": Picture(image).url}},
             {"type": "text", "text": question.replace("{prompt}", PROMPT.text)},
         ]
-        _, (log_probs, *_) = vlm.generate([{"role": "user", "content": parts}], 1, bias)
-        expected = {answer: float(log_probs[vlm.id_of(answer)].exp()) for answer in ANSWERS}
+        log_probs = first_log_probs(tokenizer, model, parts, bias)
+        expected = {answer: float(log_probs[token].exp()) for answer, token in ids.items()}
         assert {answer: result[f"p.{answer}"] for answer in ANSWERS} == pytest.approx(expected, rel=1e-3)
         mean = sum(ANSWERS[answer] * p for answer, p in expected.items()) / sum(expected.values())
         assert result["score"] == pytest.approx(mean, rel=1e-3)

@@ -41,8 +41,6 @@ def test_the_schedule_falls_from_one_to_zero_and_sizes_that_do_not_fit_are_refus
     assert math.prod(policy.latent_shape(side)) == side**2 // (2 if family == "flux2_klein" else 4)
     with pytest.raises(ValueError, match=r"multiple of (16|32), got 40, nearest: 32"):
         policy.latent_shape(40)
-    with pytest.raises(ValueError, match="at least 2"):
-        policy.sigmas(1, 32)
     positive, _ = conditioning(policy)
     with pytest.raises(ValueError, match="not those of 64 px"):
         policy.velocity(latents(policy), torch.ones(N), positive, None, replace(how(family), resolution=64))

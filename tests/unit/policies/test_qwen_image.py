@@ -40,6 +40,11 @@ def conditioning(policy: QwenImagePolicy) -> tuple[dict[str, Tensor], dict[str, 
     return tensors(positive), tensors(negative)
 
 
+def test_a_schedule_of_one_step_is_refused(policy: QwenImagePolicy) -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        policy.sigmas(1, 32)
+
+
 def test_a_system_prompt_replaces_the_templates(policy: QwenImagePolicy, pipeline: QwenImagePipeline) -> None:
     own = pipeline.prompt_template_encode.split("system\n")[1].split("<|im_end|>")[0]
     (plain,), (same,), (other,) = (policy.encode([RED.text], system=system) for system in (None, own, "Paint {badly}."))

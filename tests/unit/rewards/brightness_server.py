@@ -18,18 +18,8 @@ def brightness(images: ByteArray, prompt: Prompt) -> list[Any]:
     """The mean, and how many images came together."""
     if prompt.text == "fail":
         raise ConnectionError("the model is away")
-    if prompt.text == "nan":
-        return [float("nan")] * len(images)
     if prompt.text == "no":
         raise PromptRefused("such prompts are not scored")
-    if prompt.text == "exit":
-        raise SystemExit(3)
-    if prompt.text == "value":
-        raise ValueError("could not convert string to float")
-    if prompt.text == "few":
-        return [1.0] * (len(images) - 1)
-    if prompt.text == "stop":
-        return next(iter(()))
     return [{"score": float(image.mean()), "group": len(images), "prompt": prompt.text} for image in images]
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
 from tests.support.lying_server import JSON, answer, lying
-from tests.unit.rewards.http_calls import PROMPT, ask, call, images, scores
-from tests.unit.rewards.own_rewards import scored
+from tests.unit.rewards.http_calls import ask, call, scores
 
 
 def test_scores_and_extras() -> None:
@@ -149,10 +147,3 @@ def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         ask(server, token_env="TEST_REWARD_TOKEN")
         ask(server)
         assert b"Authorization: Bearer s3cret\r\n" in server.asked[1] and b"Authorization" not in server.asked[2]
-
-
-def test_a_failing_server_is_a_failure_and_never_a_score() -> None:
-    with lying(answer("500 Internal Server Error")) as server:
-        options = {"url": server.url, "retries": 0}
-        found = scored(RewardConfig(terms={"http": RewardTerm(options=options)}), PROMPT, images())
-    assert not found.by_term and "500" in found.failed["http"].reason

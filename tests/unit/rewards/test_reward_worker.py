@@ -12,7 +12,7 @@ import pytest
 
 from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import RewardError
-from async_flowrl.rewards.registry import REWARDS, build_reward, check_rewards, is_deterministic
+from async_flowrl.rewards.registry import build_reward, check_rewards, is_deterministic
 from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
 from tests.unit.rewards.own_rewards import scored
@@ -95,16 +95,6 @@ def test_flags_of_the_sum() -> None:
     assert check_rewards(judged)
     assert check_rewards(RewardConfig(terms={"ocr": RewardTerm()}))
     assert not check_rewards(terms(a="constant"))
-
-
-NEEDED = {"http": {"url": "http://127.0.0.1:8000"}, "vlm_judge": {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}}
-"""Options of the rewards that do not build without any."""
-
-
-@pytest.mark.parametrize("name", sorted(REWARDS))
-def test_built_in_rewards_build(name: str) -> None:
-    term = RewardTerm(options=dict(NEEDED.get(name, {})))
-    assert build_reward(RewardConfig(terms={name: term})).weights == {name: 1.0}
 
 
 class Halves:

@@ -13,12 +13,12 @@ import PIL
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.hub import patterns
 from async_flowrl.rewards.aesthetic import Aesthetic
-from async_flowrl.rewards.clip import ClipScore, PickScore, resized
+from async_flowrl.rewards.clip import ClipDirection, ClipScore, PickScore
 from async_flowrl.rewards.hps import HPSv2, HPSv21, clean, prepared, to_transformers
 from async_flowrl.rewards.image_statistics import sharpness
 from async_flowrl.rewards.registry import check_differentiable
@@ -96,6 +96,35 @@ def test_clip_score_is_torchmetrics(folders: dict[str, Path]) -> None:
         assert [max(0.0, score) for score in scores] == pytest.approx(expected, rel=1e-5, abs=1e-4)
     divided = ClipScore(str(folders["clip_score"]), scale=30.0, batch_size=3)(images, prompt)
     assert divided == [score / 30 for score in scores]
+
+
+def test_the_direction_is_the_cosine_of_two_differences(folders: dict[str, Path]) -> None:
+    folder = folders["clip_score"]
+    images = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3)).astype(np.uint8)
+    captions = {"original_prompt": "a red fox", "edited_prompt": "a blue fox in snow"}
+    prompt, reward = Prompt(0, "make it blue", metadata=captions), ClipDirection(str(folder), batch_size=2)
+    scores = reward(images[1:], prompt, [images[0], images[1]])
+    model, processor = CLIPModel.from_pretrained(folder).eval(), CLIPProcessor.from_pretrained(folder)
+    inputs = processor(text=list(captions.values()), images=list(images), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        out = model(**inputs)
+    direction = out.text_embeds[1] - out.text_embeds[0]
+    expected = torch.nn.functional.cosine_similarity(out.image_embeds[1:] - out.image_embeds[0], direction[None])
+    assert scores == pytest.approx(expected.tolist(), abs=1e-4) and len(set(scores)) == 3
+    for size in (1, 2, 4, 16):
+        reward.batch_size = size
+        unchanged = reward(np.concatenate([images[[0] * 5], images[1:]]), prompt, [images[0]])
+        assert unchanged[:5] == [0.0] * 5 and unchanged[5:] == pytest.approx(scores, abs=1e-4)
+    assert not ClipDirection.differentiable
+    wrong: list[dict[str, object]] = [
+        {},
+        {"original_prompt": "a"},
+        {**captions, "edited_prompt": 3},
+        {**captions, "edited_prompt": "a red fox"},
+    ]
+    for metadata in wrong:
+        with pytest.raises(ValueError, match=r"'make it blue'"):
+            reward.check(Prompt(0, "make it blue", metadata=metadata))
 
 
 PUBLISHED = json.loads((Path(inputs.__file__).with_name("published.json")).read_text())
@@ -237,16 +266,6 @@ def test_the_gradient_is_the_slope_of_the_score(name: str, folders: dict[str, Pa
         ahead, behind = (reward.of_tensor(pixels + sign * way, PROMPT).double() for sign in (1, -1))
     assert float(ahead - behind) == pytest.approx(2 * float((gradient * way).sum()), rel=0.1)
     assert float(ahead - behind) > 0
-
-
-def test_resizing_is_pillows() -> None:
-    """Bicubic with antialiasing, smaller and larger; Pillow rounds to bytes."""
-    images = smooth(60, 44, 1)
-    pixels = torch.from_numpy(images.astype(np.float32) / 255).permute(0, 3, 1, 2)
-    for height, width in ((30, 22), (90, 70)):
-        ours = resized(pixels, height, width)[0].clamp(0, 1).permute(1, 2, 0).numpy() * 255
-        theirs = np.asarray(Image.fromarray(images[0]).resize((width, height), Image.Resampling.BICUBIC))
-        assert np.abs(ours - theirs).max() <= 1.1
 
 
 def test_rewards_without_a_gradient_and_groups_of_one_are_refused(tmp_path: Path) -> None:
