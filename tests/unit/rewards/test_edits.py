@@ -13,13 +13,13 @@ from PIL import Image
 
 from async_flowrl.cli.reward_server import warm_up
 from async_flowrl.cli.serve_rewards import scorer
-from async_flowrl.config.schema import Config, RewardConfig, RewardTerm
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.data.condition_images import examined
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
 from async_flowrl.rewards.http_contract import ContractError, Limits, encode_image, read_request, request_body
 from async_flowrl.rewards.image_statistics import EditConsistency
-from async_flowrl.rewards.registry import check_groups, check_rewards, prompt_check
+from async_flowrl.rewards.registry import check_rewards, prompt_check
 from async_flowrl.types import ByteArray, Prompt, Scores
 from tests.support.reward_server import served
 from tests.support.scripted_judge import Request, completion, scripted_judge
@@ -188,17 +188,6 @@ def test_each_prompt_of_a_request_has_its_own_sources() -> None:
     for version in (1, 2):
         with pytest.raises(ContractError):
             read_request({**fields, "version": version}, None, Limits())
-
-
-def test_the_limit_of_a_request_counts_sources() -> None:
-    def config(**options: Any) -> Config:
-        term = RewardTerm(name="http", options={"url": "http://127.0.0.1:9", "max_images": 8, **options})
-        return Config(group_size=8, reward=RewardConfig(terms={"far": term}))
-
-    for allowed in (config(), config(sources=True, batch="one_by_one"), config(sources=True, max_images=10)):
-        check_groups(allowed, 1, 2)
-    with pytest.raises(ValueError, match=r"^reward\.terms\.far: .*10 .*max_images=8"):
-        check_groups(config(sources=True), 1, 2)
 
 
 def test_a_judge_sees_the_sources_before_each_result(edit: Prompt) -> None:

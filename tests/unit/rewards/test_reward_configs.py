@@ -4,10 +4,6 @@ import importlib
 import re
 import runpy
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +20,7 @@ from async_flowrl.config.schema import Config, DataConfig, RewardConfig, RewardT
 from async_flowrl.data.load import load_data
 from async_flowrl.rewards.registry import build_reward, check_rewards, is_deterministic, prompt_check
 from async_flowrl.types import Prompt, Scores
+from tests.support.lying_server import answer, lying
 from tests.unit.rewards.own_rewards import scored
 
 GROUPS = sorted(path.stem for path in (config_dir() / "reward").glob("*.yaml"))
@@ -141,33 +138,10 @@ def test_async() -> None:
     assert score("Patient").total == pytest.approx(10 / (1 + IMAGES.reshape(4, -1).std(axis=1)))
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    """A judge that is busy the first time: it answers the first byte of the image."""
-    requests = count()
-
-    class Judge(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            number = next(requests)
-            body = self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(503 if number == 0 else 200)
-            self.end_headers()
-            self.wfile.write(b'{"score": %d}' % body[0])
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    thread = threading.Thread(target=served.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{served.server_port}/judge"
-    served.shutdown()
-    thread.join()
-    served.server_close()
-
-
-def test_remote(server: str) -> None:
-    pytest.importorskip("httpx")
-    scores = score("Remote", url=server)
-    assert scores.total == tuple(float(image[0, 0, 0]) for image in IMAGES)
-    assert scores.retries == {"mine": 1}
+def test_remote() -> None:
+    """By a judge that is busy the first time."""
+    with lying(answer("503 Service Unavailable"), answer("200 OK", '{"score": 7}')) as judge:
+        scores = score("Remote", url=f"{judge.url}/judge")
+    assert scores.total == (7.0,) * 4 and scores.retries == {"mine": 1}
+    sent = {request.partition(b"\r\n\r\n")[2] for request in judge.asked}
+    assert sent == {image.tobytes() for image in IMAGES} and len(judge.asked) == 5

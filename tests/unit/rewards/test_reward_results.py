@@ -21,15 +21,11 @@ HERE = "reward 'mine' on prompt 'a cat'"
         torch.tensor([1, 2.5]),
         [torch.tensor(1.0), torch.tensor(2.5)],
         [{"score": 1}, {"score": torch.tensor(2.5)}],
-        [{"score": 1}, 2.5],
+        [{"score": True}, 2.5],
     ],
 )
 def test_numbers_of_any_kind(returned: Any) -> None:
     assert group_result(HERE, returned, 2) == Result((1.0, 2.5))
-
-
-def test_truth_values_are_numbers() -> None:
-    assert group_result(HERE, [True, False], 2).scores == (1.0, 0.0)
 
 
 def test_a_mapping_per_image_has_a_score_and_extras() -> None:

@@ -18,10 +18,11 @@ from tests.unit.rewards.asked_judge import IMAGES, PROMPT, ask, by_pixel, judge,
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
-def test_every_image_gets_the_score_of_its_own_answer(server: ScriptedJudge) -> None:
+def test_every_image_gets_the_score_of_its_own_answer_and_equal_images_are_asked_once(server: ScriptedJudge) -> None:
     server.behaviour = by_pixel
     assert scores(judge(server, range=[0, 4]), IMAGES) == [0.0, 0.25, 0.5, 0.75]
-    assert scores(judge(server, range=[0, 4], normalise=False), IMAGES) == [0.0, 1.0, 2.0, 3.0]
+    assert scores(judge(server, range=[0, 4], normalise=False), IMAGES[[0, 1, 0, 3]]) == [0.0, 1.0, 0.0, 3.0]
+    assert len(server.requests) == 4 + 3
 
 
 def test_what_is_asked(server: ScriptedJudge) -> None:
@@ -56,6 +57,8 @@ def test_the_number_behind_a_text_of_a_free_answer(server: ScriptedJudge) -> Non
         server.behaviour = lambda request, answer=answer: completion(answer)  # type: ignore[misc]
         assert scores(unified, IMAGES[:1]) == [expected]
     assert "response_format" not in server.requests[0]
+    server.behaviour = lambda request: completion('<think>{"score": 1}? no</think>\n{"score": 6, "why": "a cup"}')
+    assert scores(judge(server, after='"score":')) == [0.6], "a model that thinks aloud"
     lies = {
         "Final Score: high": r"has no single number after 'Final Score:': 'Final Score: high'",
         "4.5": r"has no single number after 'Final Score:'",
@@ -155,11 +158,6 @@ def test_another_judge_is_asked_anew(server: ScriptedJudge, tmp_path: Path, othe
     ask(judge(server, cache=str(tmp_path), base_url="http://127.0.0.1:9/v1"))
 
 
-def test_equal_images_of_a_group_are_asked_once(server: ScriptedJudge) -> None:
-    assert scores(judge(server), IMAGES[[0, 1, 0, 0]]) == [0.7] * 4
-    assert len(server.requests) == 2
-
-
 def test_what_was_answered_before_a_failure_is_kept(server: ScriptedJudge, tmp_path: Path) -> None:
     server.behaviour = lambda request: completion("?") if pixel(request) == 80 else by_pixel(request)
     reward = judge(server, range=[0, 4], cache=str(tmp_path))
@@ -208,16 +206,10 @@ def test_a_lie_is_an_error_and_is_not_asked_again(
     assert len(server.requests) == 1
 
 
-def test_a_model_that_thinks_aloud_is_read_behind_the_name_of_the_score(server: ScriptedJudge) -> None:
-    server.behaviour = lambda request: completion('<think>{"score": 1}? no</think>\n{"score": 6, "why": "a cup"}')
-    assert scores(judge(server, after='"score":')) == [0.6]
-
-
 def test_replicas_take_turns_and_stand_in_for_each_other(server: ScriptedJudge) -> None:
     server.behaviour = by_pixel
     with scripted_judge(by_pixel) as second:
         reward = judge(server, base_url=[server.url, second.url], range=[0, 4])
-        assert scores(reward, np.stack([np.full((8, 6, 3), n * 10, np.uint8) for n in range(16)])) != []
-        assert server.requests
-        assert second.requests
+        ask(reward, np.stack([np.full((8, 6, 3), n * 10, np.uint8) for n in range(16)]))
+        assert server.requests and second.requests
     assert scores(reward, IMAGES) == [0.0, 0.25, 0.5, 0.75]
