@@ -121,11 +121,8 @@ def test_a_group_of_more_images_than_a_request_has_is_refused_at_the_start() -> 
         with pytest.raises(ValueError, match=r"^reward\.terms\.far: .*264 .*256"):
             check_groups(refused, 33)
     # Images to edit count too.
-    for allowed in (
-        config(max_images=8),
-        config(sources=True, batch="one_by_one"),
-        config(sources=True, max_images=10),
-    ):
-        check_groups(allowed, 1, 2)
+    few = {"max_images": 8}
+    for options in (few, few | {"sources": True, "batch": "one_by_one"}, {"max_images": 10, "sources": True}):
+        check_groups(config(**options), 1, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^reward\.terms\.far: .*10 .*max_images=8"):
         check_groups(config(sources=True, max_images=8), 1, 2)
