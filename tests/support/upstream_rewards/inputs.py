@@ -85,22 +85,6 @@ def clip_config(activation: str) -> Mapping[str, Any]:
     }
 
 
-def published_config(architecture: str) -> Mapping[str, Any]:
-    """Keyword arguments of CLIPConfig as laion/CLIP-ViT-H-14-laion2B-s32B-b79K and openai/clip-vit-large-patch14 have
-    them, the ids of the text model among them: those of the time before transformers knew CLIP's own."""
-    old_ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
-    sizes = {"ViT-H-14": ("gelu", 1024, 16, 24, 1280, 32), "ViT-L-14": ("quick_gelu", 768, 12, 12, 1024, 24)}
-    activation, width, heads, layers, vision_width, vision_layers = sizes[architecture]
-    text = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
-    vision = {"hidden_size": vision_width, "intermediate_size": 4 * vision_width, "num_hidden_layers": vision_layers}
-    both = {"hidden_act": activation, "projection_dim": width}
-    return {
-        "text_config": {**text, **both, **old_ids, "num_attention_heads": heads},
-        "vision_config": {**vision, **both, "num_attention_heads": 16, "image_size": 224, "patch_size": 14},
-        "projection_dim": width,
-    }
-
-
 def _drawn(random: np.random.RandomState, name: str, shape: tuple[int, ...]) -> Array:
     if name == "logit_scale":
         return np.array(np.log(100.0), dtype=np.float32)
