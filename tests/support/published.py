@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from tests.support.hub import COMMIT, used_here
+
 TEXT_DIM = {"joint_attention_dim": 4096, "pooled_projection_dim": 768}
 FOUR_WIDTHS = {"block_out_channels": [128, 256, 512, 512]}
 Models = Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -46,8 +47,6 @@ MODELS: Models = {
 
 def use_published_models(folder: Path, monkeypatch: pytest.MonkeyPatch, models: Models = MODELS) -> None:
     """Writes the cache into `folder` and makes this process use it; the hub itself is then not asked."""
-    from huggingface_hub import constants
-
     for model, without in models.items():
         files = {**without, "scheduler/scheduler_config.json": {"shift": 3.0}}
         repository = folder / f"models--{model.replace('/', '--')}"
@@ -57,5 +56,4 @@ def use_published_models(folder: Path, monkeypatch: pytest.MonkeyPatch, models: 
             path.write_text(json.dumps(content))
         (repository / "refs").mkdir()
         (repository / "refs/main").write_text(COMMIT)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    used_here(monkeypatch, folder)

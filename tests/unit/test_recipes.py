@@ -14,7 +14,8 @@ from async_flowrl.memory.devices import gpus_taken
 from async_flowrl.run.describe import dry_run_lines
 from async_flowrl.run.pools import pools
 from async_flowrl.run.prepare import prepare
-from tests.support.published import COMMIT, use_published_models
+from tests.support.hub import COMMIT
+from tests.support.published import use_published_models
 
 RECIPES = {
     "qwen_image_ocr": "Qwen/Qwen-Image",

@@ -20,18 +20,13 @@ AS_TYPED = (
 def test_every_character_is_kept() -> None:
     named = {f"X{index}": text for index, text in enumerate(AS_TYPED)}
     overrides = [f"++rollout.environment.{name}={text}" for name, text in named.items()]
+    overrides += [f"{key}={AS_TYPED[0]}" for key in ("rollout.negative_prompt", "name", "reward.terms.color.name")]
     values = composed("one_step_off", overrides, None)
-    assert typed(values).rollout.environment == named
+    config = typed(values)
+    assert config.rollout.environment == named
+    assert config.rollout.negative_prompt == config.reward.terms["color"].name == config.name == AS_TYPED[0]
     recorded = OmegaConf.to_container(values.hydra.overrides.task, resolve=False)
     assert [as_typed(each) for each in recorded] == overrides  # commands are printed as they were given
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("text", AS_TYPED[:3])
-def test_every_kind_of_text_is_kept(text: str) -> None:
-    texts = [f"rollout.negative_prompt={text}", f"name={text}", f"reward.terms.color.name={text}"]
-    config = compose_config(overrides=texts)
-    assert config.rollout.negative_prompt == config.reward.terms["color"].name == config.name == text
 
 
 @pytest.mark.extended
@@ -107,12 +102,6 @@ def test_options_of_a_replaced_term_of_the_same_name_do_not_survive() -> None:
     assert before and not after
 
 
-def test_held_out_terms_are_written_the_same_way() -> None:
-    for override in ("evaluate.reward.terms={ocr: {}}", "+evaluate.reward.terms.ocr={}"):
-        config = compose_config("one_step_off", [override])
-        assert list(config.evaluate.reward.terms) == ["ocr"] and list(config.reward.terms) == ["color"]
-
-
 def test_a_sweep_is_replaced_job_by_job() -> None:
     swept = ["reward.terms={ocr: {}},{color: {weight: 2}}", "seed=1,2"]
     assert with_replaced_terms("one_step_off", swept) == [
@@ -122,11 +111,15 @@ def test_a_sweep_is_replaced_job_by_job() -> None:
     ]
 
 
-def test_trained_and_held_out_terms_are_both_replaced_by_one_command() -> None:
-    both = ["reward.terms={a: {name: color}}", "evaluate.reward.terms={b: {name: jpeg_compressibility}}"]
-    for overrides in (both, both[::-1]):
+def test_held_out_terms_are_written_the_same_way_also_beside_trained_ones() -> None:
+    for overrides, trained in (
+        (["evaluate.reward.terms={b: {name: color}}"], "color"),
+        (["+evaluate.reward.terms.b={name: color}"], "color"),
+        (["reward.terms={a: {name: color}}", "evaluate.reward.terms={b: {name: color}}"], "a"),
+        (["evaluate.reward.terms={b: {name: color}}", "reward.terms={a: {name: color}}"], "a"),
+    ):
         config = compose_config("one_step_off", overrides)
-        assert (list(config.reward.terms), list(config.evaluate.reward.terms)) == (["a"], ["b"])
+        assert (list(config.reward.terms), list(config.evaluate.reward.terms)) == ([trained], ["b"])
 
 
 @pytest.mark.extended

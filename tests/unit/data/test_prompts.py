@@ -1,6 +1,5 @@
 """Tests of prompt files: their contents, and refusals that name file and line."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,43 +9,19 @@ import pyarrow.parquet
 import pytest
 
 from async_flowrl.config.paths import config_dir, find_data
-from async_flowrl.config.schema import DataConfig
-from async_flowrl.data.load import load_data
 from async_flowrl.data.prompts import PromptError, quoted_target
 from async_flowrl.types import Prompt
-
-
-def load(path: Path, *, needs_target: bool = False, key: str = "prompt") -> list[Prompt]:
-    config = DataConfig(train=str(path), prompt_key=key)
-    return list(load_data(config, needs_target=needs_target).train)
-
-
-def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
-
-
-def test_txt_is_one_prompt_per_line(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text('a cat\n\n  a sign "Open late" in "blue"  \n', encoding="utf-8")
-    assert load(path) == [Prompt(0, "a cat"), Prompt(1, 'a sign "Open late" in "blue"', target="Open late")]
-
-
-def test_jsonl_columns(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    row = {"prompt": "a cat", "negative_prompt": "", "system_prompt": "Paint.", "target": "CAT", "difficulty": 3}
-    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    assert load(path) == [Prompt(0, "a cat", "", "Paint.", "CAT", {"difficulty": 3})]
+from tests.unit.data.prompt_files import load, rows, texts
 
 
 def test_token_ids_stay_beside_the_text(tmp_path: Path) -> None:
-    rows = [
+    columns: list[dict[str, Any]] = [
         {"prompt": "a cat", "prompt_token_ids": [5, 6, 7], "negative_token_ids": None},
         {"prompt": "a dog", "prompt_token_ids": None, "negative_token_ids": [0]},
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cat, dog = load(tmp_path / "rows.jsonl")
-    assert [cat, dog] == load(parquet(tmp_path / "rows.parquet", rows))
+    cat, dog = load(rows(tmp_path / "rows.jsonl", *columns)).train
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(columns), tmp_path / "rows.parquet")
+    assert [cat, dog] == list(load(tmp_path / "rows.parquet").train)
     assert (cat.token_ids, cat.negative_token_ids, cat.metadata) == ((5, 6, 7), None, {})
     assert (dog.token_ids, dog.negative_token_ids) == (None, (0,))
     assert [p.wording for p in (cat, dog)] == [(5, 6, 7), "a dog"]
@@ -54,10 +29,11 @@ def test_token_ids_stay_beside_the_text(tmp_path: Path) -> None:
 
 
 def test_another_prompt_column(tmp_path: Path) -> None:
-    path = parquet(tmp_path / "rows.parquet", [{"caption": "a cat"}])
-    assert load(path, key="caption")[0].text == "a cat"
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"caption": ["a cat"]}), path)
+    assert texts(load(path, prompt_key="caption").train) == ["a cat"]
     with pytest.raises(PromptError, match=r"data.prompt_key must be one of caption, got 'captoin'; did you mean 'cap"):
-        load(path, key="captoin")
+        load(path, prompt_key="captoin")
 
 
 @pytest.mark.parametrize(
@@ -103,12 +79,4 @@ def test_the_working_directory_comes_before_the_shipped_files(tmp_path: Path, mo
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "two_prompts.txt").write_text("mine\n")
     assert find_data("prompts/two_prompts.txt") == tmp_path / "prompts/two_prompts.txt"
-    assert load(Path("~/prompts/two_prompts.txt"))[0].text == "mine"
-
-
-def test_shipped_ocr_prompts_have_targets_and_are_held_out() -> None:
-    config = DataConfig(train="prompts/ocr_train.txt", evaluation="prompts/ocr_test.txt")
-    train = load_data(config, needs_target=True).train
-    test = load_data(config, needs_target=True).evaluation
-    assert (len(train), len(test)) == (200, 40)
-    assert not {p.text for p in train} & {p.text for p in test}
+    assert texts(load("~/prompts/two_prompts.txt").train) == ["mine"]

@@ -52,19 +52,6 @@ def red(tmp_path: Path) -> ConditionImage:
     return ConditionImage(hashlib.sha256(path.read_bytes()).hexdigest(), (300, 600), str(path))
 
 
-def test_a_grid_shows_sources_before_results(tmp_path: Path, red: ConditionImage) -> None:
-    images, scores = [group(2, 32, 0), group(2, 32, 0)], [Scores((0.5, -1.0), {})] * 2
-    write_grid(tmp_path / "plain.png", ["a", "b"], images, scores)
-    write_grid(tmp_path / "edits.png", ["a", "b"], images, scores, sources=[(red,), ()])
-    plain, sheet = (np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("plain", "edits"))
-    width = MIN_SIDE + 4 * GAP
-    assert sheet.shape == (plain.shape[0], plain.shape[1] + width, 3)
-    reds = np.argwhere((sheet == (255, 0, 0)).all(axis=-1))
-    top = 2 * LINE_HEIGHT + MIN_SIDE // 4
-    assert reds.min(axis=0).tolist() == [top, 0] and len(reds) == MIN_SIDE * MIN_SIDE // 2
-    assert (sheet[2 * LINE_HEIGHT :, width:] == plain[2 * LINE_HEIGHT :]).mean() > 0.95
-
-
 def test_a_source_is_written_once(tmp_path: Path, red: ConditionImage) -> None:
     (file,) = write_sources(tmp_path / "images", [red], 200)
     path = tmp_path / "images" / file
@@ -109,31 +96,21 @@ def test_tensorboard_files_hold_the_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_wandb_gets_images_with_captions_a_table_and_the_names_of_verl_omni(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wandb_gets_images_with_captions_a_table_with_sources_and_the_names_of_verl_omni(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, red: ConditionImage
 ) -> None:
-    records = logged_offline(tmp_path, monkeypatch)
+    records = logged_offline(tmp_path, monkeypatch, (red,))
     (shown,) = (r for r in records if "evaluation/samples/captions" in r)
     assert shown["evaluation/samples/captions"] == ["a cat | reward 0.25", "a dog | reward 0.75"]
     (path,) = (r["evaluation/table/path"] for r in records if "evaluation/table/path" in r)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     table = json.loads((folder / "files" / path).read_text())
-    assert table["columns"] == ["version", "prompt", "image", "reward", "ocr"]
-    assert [[row[0], row[1], row[3], row[4]] for row in table["data"]] == [
-        [1, "a cat", 0.25, 0.5],
-        [1, "a dog", 0.75, 1.5],
-    ]
+    assert table["columns"] == ["version", "prompt", "source", "image", "reward", "ocr"]
+    rows = [[1, "a cat", "Image", "Image", 0.25, 0.5], [1, "a dog", None, "Image", 0.75, 1.5]]
+    assert table["data"] == rows
     steps = [r for r in records if "reward/mean" in r]
     assert [r["critic/rewards/mean"] for r in steps] == [r["reward/mean"] for r in steps]
     assert [r["training/global_step"] for r in steps] == [0, 1, 2]
-
-
-@pytest.mark.extended
-def test_wandb_shows_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, red: ConditionImage) -> None:
-    logged_offline(tmp_path / "run", monkeypatch, (red,))
-    table = json.loads(next((tmp_path / "run" / "wandb").rglob("*.table.json")).read_text())
-    assert table["columns"] == ["version", "prompt", "source", "image", "reward", "ocr"]
-    assert [row[2:4] for row in table["data"]] == [["Image", "Image"], [None, "Image"]]
 
 
 def test_a_resumed_run_goes_on_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Tests of the family Wan: videos against diffusers' pipeline, what stays float32, and frames that are refused."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,6 @@ import torch
 
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
-from async_flowrl.policies.pipeline_family import euler_scheduler
 from async_flowrl.policies.registry import load_family, load_pipeline, load_policy, resolve_model, weights_of
 from async_flowrl.policies.tiny import spread_norms
 from async_flowrl.policies.wan import tiny_pipeline
@@ -136,16 +134,3 @@ def test_the_5b_model_is_text_to_video_by_the_same_road(cfg: float) -> None:
     with pytest.raises(ValueError, match=r"multiples of 32, .* 64 × 80"):
         policy.latent_shape((5, 64, 80))
     same_videos(policy, pipeline, replace(how("wan", cfg=cfg), resolution=(5, 64, 96)))
-
-
-def test_a_flow_shift_is_applied_without_diffusers_warning_that_it_is_ignored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "scheduler").mkdir()
-    (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"flow_shift": 3.0}')
-    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
-    diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path, subfolder="scheduler")
-    assert caplog.records
-    caplog.clear()
-    assert with_euler_steps(euler_scheduler(str(tmp_path))).config.shift == 3.0
-    assert not caplog.records

@@ -88,11 +88,6 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert run["pictures"]["evaluations"][1]["prompts"]["2"]["said"] == ["A", "B"]
 
 
-def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
-    root = make_run(tmp_path / "run")
-    assert render(document([root])) == render(document([root]))
-
-
 def leave(root: Path, lock: bool, log: str) -> int:
     (root / "logs").mkdir()
     (root / "logs" / "controller.log").write_text(log)
@@ -137,9 +132,10 @@ def test_a_run_without_its_summary(
     os.close(held)
 
 
-def test_what_files_say_is_data(tmp_path: Path) -> None:
+def test_a_page_is_repeatable_makes_no_requests_and_what_files_say_is_data(tmp_path: Path) -> None:
     root = make_run(tmp_path / "a<b>&{{script}}")
     page = render(document([root]))
+    assert page == render(document([root])) and "connect-src 'none'" in page
     assert "</script><b>" not in page and "a&lt;b&gt;&amp;{{script}}" in page
     assert page.count("<script") == 3 and "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     text = as_data({"a": "</script><!--\u2028"})
@@ -209,7 +205,3 @@ def test_only_pictures_of_the_run_get_into_its_page(tmp_path: Path) -> None:
     inside, left_out = embedded(document([root]), 10**9)
     assert len(inside) == 5 and "0/step_000000/000_0.png" in inside
     assert left_out is not None and left_out.startswith("5 of 10 images")
-
-
-def test_a_page_makes_no_requests(tmp_path: Path) -> None:
-    assert "connect-src 'none'" in render(document([make_run(tmp_path / "run")]))
