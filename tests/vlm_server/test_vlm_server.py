@@ -94,7 +94,7 @@ def test_the_score_is_the_expectation_of_the_models_probabilities(url: str) -> N
     options: dict[str, Any] = {"answers": ANSWERS, "prompt_template": question, "min_mass": 0.9, "extra_body": extra}
     results = ask(VLMJudge(url, "tiny", "probabilities", **options))
     for image, result in zip(IMAGES, results, strict=True):
-        parts = [
+        parts: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": Picture(image).url}},
             {"type": "text", "text": question.replace("{prompt}", PROMPT.text)},
         ]

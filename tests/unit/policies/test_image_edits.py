@@ -47,7 +47,7 @@ PUBLISHED = {
 EDIT_2511 = "qwen_image_edit_2511"
 KINDS = [*filter(runs_here, ("flux_kontext", "flux2_klein", "qwen_image_edit", "qwen_image_21")), EDIT_2511]
 """Families, and a model of one of them that gives the images a time of their own."""
-CHOICES = {"flux_kontext": [(0,), (1,)], "qwen_image_edit": [(0,), (0, 1)]}
+CHOICES: dict[str, list[tuple[int, ...]]] = {"flux_kontext": [(0,), (1,)], "qwen_image_edit": [(0,), (0, 1)]}
 """Family → images of prompts, of those of the fixture, if they may not be none, one and two."""
 
 
