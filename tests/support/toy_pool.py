@@ -42,6 +42,8 @@ class Timing:
     """Factor per worker name."""
     slow_prompts: Mapping[str, float] = field(default_factory=dict)
     """Factor per prompt text, for generation."""
+    evaluation: Mapping[int, float] = field(default_factory=dict)
+    """Version → seconds of a ticket of its evaluation."""
 
     def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
         known = {
@@ -52,6 +54,8 @@ class Timing:
             "save": self.save,
             "write": self.save,
         }
+        if method == "generate" and args[0][0].kind == EVALUATION and args[0][0].version in self.evaluation:
+            return self.evaluation[args[0][0].version]
         draw = random.Random(f"{self.seed}/{worker}/{method}/{call}").uniform(1 - self.spread, 1 + self.spread)
         prompt = self.slow_prompts.get(args[0][0].prompt.text, 1.0) if method == "generate" else 1.0
         return known.get(method, 0.0) * draw * self.slow.get(worker, 1.0) * prompt

@@ -2,11 +2,9 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from async_flowrl.tickets.table import EVALUATION
 from tests.support.run_checks import check_bound, check_evaluation, check_watermarks
 from tests.support.toy_pool import ListObserver, Timing, World, no_fault
 from tests.support.toy_recovery import Groups, Outside, evaluations, kill_after, rollbacks, run_controller
@@ -25,18 +23,14 @@ def test_evaluation_changes_nothing_and_sees_its_own_version_only(mode: str) -> 
     check_watermarks(found)
 
 
-class SlowEvaluation(Timing):
-    """Evaluation tickets take 12 seconds, training tickets half a second."""
-
-    def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-        if method == "generate":
-            return 12.0 if args[0][0].kind == EVALUATION else 0.5
-        return super().duration(worker, method, call, args)
-
-
 def test_evaluation_is_no_barrier() -> None:
     """While an evaluation is under way training tickets are started, and steps are finished."""
-    found = run("one_step_off", timing=SlowEvaluation(update=0.5), evaluate__every=3, rollout__num_workers=3)
+    found = run(
+        "one_step_off",
+        timing=Timing(generate=0.5, update=0.5, evaluation={3: 12.0, 6: 12.0}),
+        evaluate__every=3,
+        rollout__num_workers=3,
+    )
     begun = found.tickets("PENDING", kind="evaluation")[::2]
     ended = found.tickets("TRAINED", kind="evaluation")[::2]
     assert [event["version"] for event in begun] == [3, 6]
@@ -84,14 +78,12 @@ def test_a_slow_evaluation_is_made_by_the_next_controller_if_its_weights_are_hel
 ) -> None:
     """A LoRA's are a part of the checkpoint; of whole weights it is said that they are gone."""
 
-    class SlowEvaluation(Timing):
-        def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-            slow = method == "generate" and args[0][0].kind == EVALUATION and args[0][0].version == 2
-            return 15.0 if slow else super().duration(worker, method, call, args)
-
     settings = config(0, evaluate__every=2, save__every=1, tune=tune)
     left = run_controller(
-        settings, tmp_path / "run", World(SlowEvaluation(), no_fault, ListObserver()), disturb=kill_after(26.0)
+        settings,
+        tmp_path / "run",
+        World(Timing(evaluation={2: 15.0}), no_fault, ListObserver()),
+        disturb=kill_after(26.0),
     )
     assert left is not None
     assert 2 not in evaluations(left)

@@ -20,7 +20,7 @@ from async_flowrl.controller.resume import Resume
 from async_flowrl.observability.evaluations import Evaluation, EvaluationLog
 from async_flowrl.run import launch
 from async_flowrl.run.recovery import take_over, with_unevaluated
-from async_flowrl.tickets.table import EVALUATION, Refused
+from async_flowrl.tickets.table import Refused
 from async_flowrl.training.checkpoint import Checkpoint, PackedState
 from async_flowrl.types import EMA, POLICY, Prompt, RolloutRequest, Scores
 from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
@@ -219,14 +219,6 @@ def test_weights_of_an_earlier_attempt_are_refused(door: str, tmp_path: Path, mo
     assert len(rollbacks(tmp_path / "run")) == 1
 
 
-class SlowEvaluation(Timing):
-    """The evaluation of version 2 takes many steps."""
-
-    def duration(self, worker: str, method: str, call: int, args: tuple[Any, ...] = ()) -> float:
-        slow = method == "generate" and args[0][0].kind == EVALUATION and args[0][0].version == 2
-        return 28.0 if slow else super().duration(worker, method, call, args)
-
-
 def test_the_two_newest_states_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[list[int]] = []
     settle = KeptStates.settle
@@ -305,7 +297,7 @@ def test_an_evaluation_whose_version_is_old_when_a_rank_dies_is_made_by_the_next
     settings: dict[str, Any] = {"k": 0, "rollout__num_workers": 4, "evaluate__every": 2, "trainer__ema_decay": ema}
     calm, root = tmp_path / "calm", tmp_path / "run"
     assert run_controller(config(**settings), calm, World(Timing(), lambda *call: None, ListObserver())) is None
-    world = World(SlowEvaluation(), at(add_up_4="kill"), ListObserver())
+    world = World(Timing(evaluation={2: 28.0}), at(add_up_4="kill"), ListObserver())
     assert run_controller(config(**settings), root, world) is None
     assert rollbacks(root) == [3]
     assert evaluations(root) == evaluations(calm) and sorted(evaluations(root)) == [2, 4, 6]
