@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -85,26 +84,7 @@ def _answer(receiver: Receiver, question: str, *arguments: Any) -> Any:
     if question == "weights":
         receiver.activate("policy", arguments[0])
         return {name: tensor.detach().clone() for name, tensor in receiver.tensors.items()}, live_digest(receiver)
-    if question == "usage":
-        return usage()
-    return sample(receiver, *arguments)
-
-
-def sample(receiver: Receiver, last: int, seed: int) -> list[tuple[int, str, str]]:
-    """Works with whatever is newest until `last` was seen: (version, digest when the work began, when it ended)."""
-    work, seen = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)), []
-    while not seen or seen[-1][0] < last:
-        held = receiver.held()
-        if not held:
-            time.sleep(0.001)
-            continue
-        version = held[-1][1]
-        receiver.activate("policy", version)
-        began = live_digest(receiver)
-        for _ in range(int(torch.randint(1, 30, ()))):
-            work = torch.tanh(work @ work)
-        seen.append((version, began, live_digest(receiver)))
-    return seen
+    return usage()
 
 
 def usage() -> dict[str, int]:
@@ -172,14 +152,12 @@ class Rig:
             )
         self.children: dict[str, Child] = {}
         self.replaced: list[tuple[str, str]] = []
-        self.acks: list[tuple[str, int]] = []
         self.delivery = Delivery(
             self.sender,
             replace=self.replace,
             options=DeliveryOptions(retries=retries, deadline=deadline),
             broadcast=self.broadcast,
         )
-        self.delivery.on_ack = lambda name, ack: self.acks.append((name, ack.version))
 
     async def replace(self, name: str, error: BaseException) -> None:
         self.replaced.append((name, type(error).__name__))

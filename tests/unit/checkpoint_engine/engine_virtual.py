@@ -16,11 +16,9 @@ class Rig:
         self.sender = Sender(Publisher(self.tensors, alpha=ALPHA, rank=RANK, retain=capacity))
         self.capacity, self.replacing = capacity, replacing
         self.replaced: list[tuple[str, str]] = []
-        self.acks: list[tuple[str, int, str]] = []
         self.ends: dict[str, End] = {}
         self.options = DeliveryOptions(retain=capacity, **options)
         self.delivery = Delivery(self.sender, replace=self.replace, options=self.options)
-        self.delivery.on_ack = lambda name, ack: self.acks.append((name, ack.version, ack.slot))
 
     def end(self, name: str, fault: Callable[..., Any] | None = None, node: str = "n0") -> End:
         receiver = Receiver(blank(self.tensors), alpha=ALPHA, rank=RANK, capacity=self.capacity)

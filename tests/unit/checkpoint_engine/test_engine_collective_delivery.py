@@ -10,7 +10,6 @@ from checkpoint_engine.base import Draft
 from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.errors import MemberBusy, TransferFailed
 from checkpoint_engine.process_group import Epoch
-from tests.support.virtual import run_virtual
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, lora
 
 
@@ -56,49 +55,33 @@ class Ends:
         self.log.append(("abort", -1))
 
 
-def share_one(both: Ends, broadcast: CollectiveBroadcast) -> list[tuple[str, int]]:
-    """Two deliveries want it at once."""
-
-    async def main() -> None:
-        found = await asyncio.gather(*(broadcast(version, [both]) for version in (1, 2)))
-        assert [result["a"] for result in found] == [Ack("policy", version, "digest") for version in (1, 2)]
-
-    run_virtual(main())
-    return [entry for entry in both.log if entry[0] in ("send", "sent")]
-
-
-def test_deliveries_that_share_a_broadcast_enter_its_collectives_one_after_the_other() -> None:
+async def test_deliveries_that_share_a_broadcast_enter_its_collectives_one_after_the_other() -> None:
     both = Ends()
-    assert share_one(both, CollectiveBroadcast(both)) == [("send", 1), ("sent", 1), ("send", 2), ("sent", 2)]
+    broadcast = CollectiveBroadcast(both)
+    found = await asyncio.gather(*(broadcast(version, [both]) for version in (1, 2)))
+    assert [result["a"] for result in found] == [Ack("policy", version, "digest") for version in (1, 2)]
+    sent = [entry for entry in both.log if entry[0] in ("send", "sent")]
+    assert sent == [("send", 1), ("sent", 1), ("send", 2), ("sent", 2)]
     assert both.log[:2] == [("open", 0), ("open", 1)] and both.log.count(("open", 1)) == 1
 
 
-def test_the_sender_enters_only_when_every_member_has_said_that_it_is_ready() -> None:
+async def test_the_sender_enters_only_when_every_member_has_said_that_it_is_ready() -> None:
     both = Ends()
-    run_virtual(CollectiveBroadcast(both)(1, [both]))
-    said = [entry[0] for entry in both.log]
-    assert said == ["open", "open", "ready", "ready", "send", "sent"]
+    await CollectiveBroadcast(both)(1, [both])
+    assert [entry[0] for entry in both.log] == ["open", "open", "ready", "ready", "send", "sent"]
 
 
 @pytest.mark.parametrize("late", ["ready", "accept", "send"])
-def test_a_member_that_never_answers_ends_in_an_abort_and_no_acknowledgement(late: str) -> None:
-    class Silent(Ends):
-        pass
-
-    async def for_ever(self: Ends, *_: Any) -> None:
+async def test_a_member_that_never_answers_ends_in_an_abort_and_no_acknowledgement(late: str) -> None:
+    async def for_ever(*_: Any) -> None:
         await asyncio.sleep(1e6)
 
-    setattr(Silent, late, for_ever)
-    both = Silent()
+    both = Ends()
+    setattr(both, late, for_ever)
     broadcast = CollectiveBroadcast(both)
-
-    async def main() -> float:
-        began = asyncio.get_running_loop().time()
-        results = await broadcast(1, [both])
-        assert not isinstance(results["a"], Ack) or late == "send"
-        return asyncio.get_running_loop().time() - began
-
-    assert run_virtual(main()) < 45.0
+    results = await broadcast(1, [both])
+    assert not isinstance(results["a"], Ack) or late == "send"
+    assert asyncio.get_running_loop().time() < 45.0
     assert ("abort", -1) in both.log and broadcast.failures == 1
 
 
@@ -119,7 +102,7 @@ async def test_a_newcomer_is_served_one_by_one_and_taken_in_when_nothing_is_unde
     assert sorted(await broadcast(3, [other, one])) == ["a", "b"] and epochs(sender) == 2
 
 
-def test_an_abort_that_overtakes_the_opening_is_repeated_so_that_no_lane_waits_in_vain() -> None:
+async def test_an_abort_that_overtakes_the_opening_is_repeated_so_that_no_lane_waits_in_vain() -> None:
     class Waiting(Ends):
         """It begins to open 10 ms after it was told to, and then waits for its peers until it is aborted."""
 
@@ -142,14 +125,11 @@ def test_an_abort_that_overtakes_the_opening_is_repeated_so_that_no_lane_waits_i
         async def open_group(self, epoch: Epoch, rank: int) -> None:
             raise ConnectionResetError("the peer is gone")
 
-    async def main() -> float:
-        sender, living = Waiting("sender"), Waiting("a")
-        results = await CollectiveBroadcast(sender)(1, [living, Dead("b")])
-        assert {type(error) for error in results.values()} == {ConnectionResetError}
-        assert sender.turned_back and living.turned_back
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) < 1.0
+    sender, living = Waiting("sender"), Waiting("a")
+    results = await CollectiveBroadcast(sender)(1, [living, Dead("b")])
+    assert {type(error) for error in results.values()} == {ConnectionResetError}
+    assert sender.turned_back and living.turned_back
+    assert asyncio.get_running_loop().time() < 1.0
 
 
 async def test_who_has_left_is_left_out_of_the_next_group_and_nothing_has_failed() -> None:

@@ -12,8 +12,7 @@ from checkpoint_engine import Delivery, DeliveryOptions, Header, Layout, Publish
 from checkpoint_engine.digest import ByteArray
 from checkpoint_engine.layout import Entry
 from tests.support.live import live_digest
-from tests.support.virtual import run_virtual
-from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank, flipped, lora, resealed
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Sender, blank, flipped, lora, resealed, sealed
 
 FIRST, VICTIM, LAST = "block.0.lora_A.weight", "block.1.lora_A.weight", "block.2.lora_B.weight"
 Sent = tuple[Header, ByteArray]
@@ -89,7 +88,6 @@ class Faulty(End):
         super().__init__(receiver, "w-0")
         self.corrupt, self.seen = corrupt, 0
         self.errors: list[BaseException] = []
-        self.header: Header
 
     async def receive(self, header: Header, payload: Any, slot: str = "ring") -> Any:
         self.seen += header.version == 2
@@ -119,40 +117,28 @@ class Varied(Sender):
         self.publisher.stage(version, deadline=0.0)
 
 
-def deliver(case: Case) -> tuple[Delivery, Faulty, BaseException | None]:
-    """Versions 0 and 1 whole, version 2 damaged once."""
-
-    async def main() -> tuple[Delivery, Faulty, BaseException | None]:
-        tensors = lora()
-        end = Faulty(Receiver(blank(tensors), alpha=ALPHA, rank=RANK), case.corrupt)
-        delivery = Delivery(
-            sender := Varied(Publisher(tensors, alpha=ALPHA, rank=RANK)), replace=nobody, options=DeliveryOptions()
-        )
-        await delivery.join(end)
-        failure = None
-        try:
-            for version in range(3):
-                await delivery.publish(version)
-                await delivery.drain()
-        except WeightsMismatch as error:
-            failure = error
-        await delivery.close()
-        end.header = sender.publisher.payload(2)[0]
-        return delivery, end, failure
-
-    return run_virtual(main())
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_damage_is_cured_by_a_resend_or_stops_by_name_and_never_goes_live(name: str) -> None:
-    case = CASES[name]
-    delivery, end, failure = deliver(case)
+async def test_damage_is_cured_by_a_resend_or_stops_by_name_and_never_goes_live(name: str) -> None:
+    """Versions 0 and 1 whole, version 2 damaged once."""
+    case, tensors = CASES[name], lora()
+    end = Faulty(Receiver(blank(tensors), alpha=ALPHA, rank=RANK), case.corrupt)
+    sender = Varied(Publisher(tensors, alpha=ALPHA, rank=RANK))
+    delivery, failure = Delivery(sender, replace=nobody, options=DeliveryOptions()), None
+    await delivery.join(end)
+    try:
+        for version in range(3):
+            await delivery.publish(version)
+            await delivery.drain()
+    except WeightsMismatch as error:
+        failure = error
+    await delivery.close()
     assert len(end.errors) == 1
     with pytest.raises(type(end.errors[0]), match=case.message):
         raise end.errors[0]
     if case.resent:
         assert failure is None and (delivery.stats.retries, delivery.stats.corrupt) == (1, 1)
-        assert end.receiver.activate("policy", 2) == end.header.digest == live_digest(end.receiver)
+        digest = sender.publisher.payload(2)[0].digest
+        assert end.receiver.activate("policy", 2) == digest == live_digest(end.receiver)
     else:
         assert failure is end.errors[0] and delivery.stats.retries == 0
         assert end.receiver.held() == (("policy", 0, "ring"), ("policy", 1, "ring"))
@@ -161,9 +147,7 @@ def test_damage_is_cured_by_a_resend_or_stops_by_name_and_never_goes_live(name: 
 def test_a_re_pointed_parameter_is_found_at_activation() -> None:
     tensors, live = lora(), blank(lora())
     publisher, receiver = Publisher(tensors, alpha=ALPHA, rank=RANK), Receiver(live, alpha=ALPHA, rank=RANK)
-    publisher.stage(0)
-    publisher.seal(0)
-    receiver.receive(*publisher.payload(0))
+    receiver.receive(*sealed(publisher, 0))
     live[VICTIM].data = live[VICTIM].data.clone()
     with pytest.raises(WeightsMismatch, match=f"{VICTIM} is not bound"):
         receiver.activate("policy", 0)

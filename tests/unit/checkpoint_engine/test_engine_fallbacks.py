@@ -14,7 +14,7 @@ from checkpoint_engine.collective_delivery import CollectiveBroadcast
 from checkpoint_engine.process_group import Epoch
 from separation.group import RefLost
 from tests.support.live import live_digest
-from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Gone, Sender, blank
+from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, End, Gone, Sender, blank, flipped
 from tests.unit.checkpoint_engine.engine_virtual import Rig, failing
 
 READY_SECONDS, SENDER_SECONDS = 10.0, 30.0
@@ -71,6 +71,7 @@ class GroupEnd(End):
         self.link = link
         self.ready_after: dict[int, float] = {}
         self.evaluation_seconds = 0.0
+        self.damaged: set[int] = set()
 
     async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
         if slot == EVALUATION:
@@ -85,7 +86,7 @@ class GroupEnd(End):
     async def accept(self, draft: Draft) -> Ack:
         await self.link.arrived(draft.version).wait()
         header, data = self.link.publisher.payload(draft.version)
-        return self.receiver.receive(header, data)
+        return self.receiver.receive(header, flipped(data, 3) if draft.version in self.damaged else data)
 
     async def abort_group(self) -> None: ...
 
@@ -131,6 +132,15 @@ async def test_while_every_receiver_is_busy_nothing_has_failed() -> None:
     await rig.publish(2)
     assert rig.counts == (0, 1) and rig.sender.broadcast == [0, 2] and rig.sender.opened == 1
     rig.check_served(2)
+
+
+async def test_damage_in_a_broadcast_is_cured_by_the_store_and_the_group_stays() -> None:
+    rig = GroupRig()
+    await rig.join_all()
+    rig.members["b"].damaged = {1}
+    await rig.publish(0, 1)
+    assert (rig.counts, rig.broadcast.failures, rig.sender.opened) == ((1, 0), 0, 1)
+    rig.check_served(1)
 
 
 @pytest.mark.parametrize(("late", "fallbacks"), [(-EPSILON, 0), (EPSILON, 1)])
@@ -221,3 +231,4 @@ async def test_fan_out_serves_neighbours_from_leaders_and_survives_a_dead_one() 
     relays = {name: len(end.relayed) for name, end in rig.ends.items() if end.relayed}
     assert relays == {"w0": 1, "w2": 1}
     assert len(rig.sender.served) == 1
+    assert rig.delivery.stats.publishes == 1 and rig.delivery.stats.seconds == pytest.approx(0.1)

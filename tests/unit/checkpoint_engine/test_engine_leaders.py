@@ -5,23 +5,22 @@ from typing import Any
 
 import pytest
 
-from checkpoint_engine import RING, Delivery, Header, Publisher, Receiver, TransferFailed
+from checkpoint_engine import RING, Header, TransferFailed
 from checkpoint_engine.base import parents
-from checkpoint_engine.collective_delivery import CollectiveBroadcast
-from examples.checkpoint_engine.piped_processes import ProcessSender, SharedPayload
+from examples.checkpoint_engine.piped_processes import SharedPayload
 from tests.support.live import live_digest
-from tests.unit.checkpoint_engine.engine_local import Local
-from tests.unit.checkpoint_engine.engine_parts import ALPHA, PATIENCE, RANK, blank, lora
+from tests.unit.checkpoint_engine.engine_local import Local, linked
+from tests.unit.checkpoint_engine.engine_parts import lora
 
 
-class OnNode(Local):
-    """A receiver of one of several nodes, which passes versions on to its neighbours."""
+class Relaying(Local):
+    """A receiver that passes versions on to its neighbours, unless it is deaf."""
 
-    def __init__(self, receiver: Receiver, name: str, node: str) -> None:
-        super().__init__(receiver, name)
-        self.node = node  # type: ignore[misc]
+    deaf = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.passed_on: list[int] = []
-        self.deaf = False
 
     async def relay(self, header: Header, slot: str = RING) -> Any:
         if self.deaf:
@@ -34,37 +33,21 @@ class OnNode(Local):
 def test_a_group_above_the_limit_has_one_member_per_node_and_everyone_gets_the_version(deaf: bool) -> None:
     async def main() -> None:
         tensors = lora(width=128)
-        publisher = Publisher(tensors, alpha=ALPHA, rank=RANK)
-        sender = ProcessSender(publisher, "gloo")
-
-        async def replace(name: str, error: BaseException) -> None:
-            raise AssertionError(f"{name} was given up") from error
-
-        broadcast = CollectiveBroadcast(sender, setup_seconds=PATIENCE, ready_seconds=PATIENCE, max_members=2)
-        delivery = Delivery(sender, replace=replace, broadcast=broadcast)
-        ends = [OnNode(Receiver(blank(tensors), alpha=ALPHA, rank=RANK), f"r{i}", f"n{i // 3}") for i in range(6)]
+        ends = [Relaying(tensors, f"r{i}", f"n{i // 3}") for i in range(6)]
         ends[0].deaf = deaf
-        try:
-            for end in ends:
-                await delivery.join(end)
+        async with linked(tensors, ends, max_members=2) as made:
             for version in range(2):
-                await delivery.publish(version)
-                await delivery.drain()
-                digest = publisher.payload(version)[0].digest
+                await made.publish(version)
+                digest = made.publisher.payload(version)[0].digest
                 assert {end.receiver.activate("policy", version) for end in ends} == {digest}
                 assert {live_digest(end.receiver) for end in ends} == {digest}
                 for tensor in tensors.values():
                     tensor.mul_(1.5)
-        finally:
-            await delivery.close()
-            sender.close()
-            for end in ends:
-                end.group.abort()
-        assert [member.name for member in broadcast.members] == ["r0", "r3"]
+        assert [member.name for member in made.broadcast.members] == ["r0", "r3"]
         assert ends[3].passed_on == [0, 1] and ends[0].passed_on == ([] if deaf else [0, 1])
-        assert delivery.stats.fallbacks == (4 if deaf else 0), "the sender serves whoever a leader fails"
+        assert made.delivery.stats.fallbacks == (4 if deaf else 0), "the sender serves whoever a leader fails"
 
-    asyncio.run(asyncio.wait_for(main(), 240.0))
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("neighbours", [3, 40])

@@ -107,19 +107,6 @@ async def test_any_schedule_of_faults_and_churn_ends_with_everyone_served(seed: 
     await rig.delivery.close()
 
 
-async def test_publish_returns_when_staged_and_drain_when_acknowledged() -> None:
-    rig = Rig()
-    for name in ("a", "b"):
-        await rig.join(name)
-    await rig.delivery.publish(0)
-    assert asyncio.get_running_loop().time() == 0.0 and rig.acks == []
-    await rig.delivery.drain()
-    assert sorted(rig.acks) == [("a", 0, "ring"), ("b", 0, "ring")]
-    assert rig.delivery.stats.publishes == 1
-    assert rig.delivery.stats.seconds == pytest.approx(0.1)
-    await rig.delivery.close()
-
-
 @pytest.mark.parametrize(
     ("fault", "error", "attempts"),
     [
@@ -140,23 +127,6 @@ async def test_a_hopeless_receiver_is_replaced_and_the_new_one_gets_what_is_reta
     assert rig.replaced == [("bad", error)] and rig.ends["bad"].attempts == attempts
     assert rig.held("good") == rig.held("bad'") == [1, 2]
     assert rig.delivery.receivers == ("good", "bad'")
-
-
-async def test_a_slow_receiver_stalls_nobody_else() -> None:
-    async def slow(attempt: int, header: Any, payload: Any) -> Any:
-        await asyncio.sleep(20.0)
-        return payload
-
-    rig = Rig()
-    await rig.join("slow", slow)
-    await rig.join("fast")
-    for version in range(3):
-        await rig.delivery.publish(version)
-        await asyncio.sleep(0.2)
-    assert rig.held("fast") == [1, 2] and rig.held("slow") == []
-    await rig.delivery.drain()
-    assert rig.held("slow") == [1, 2]
-    assert [v for name, v, _ in rig.acks if name == "slow"] == [0, 1, 2]
 
 
 async def wrong_alpha(attempt: int, header: Any, payload: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 
 import pytest
 import torch
@@ -74,33 +73,6 @@ def test_a_receiver_lost_in_any_phase_of_a_broadcast_hangs_nobody(fault: str, ca
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-
-
-def test_members_come_and_go_at_random_and_everybody_has_every_version() -> None:
-    draw = random.Random(5)
-    killed: set[str] = set()  # who dies after the last publish is found dead by the next one only
-
-    async def main() -> None:
-        async with rig("gloo", names=("r0", "r1")) as made:
-            for version in range(12):
-                made.train()
-                await made.delivery.publish(version)
-                await asyncio.sleep(draw.uniform(0.0, 0.05))
-                name = draw.choice(made.delivery.receivers)
-                if version % 4 == 1:
-                    await made.delivery.leave(name)
-                if version % 4 == 3:
-                    made.children[name].kill()
-                    killed.add(name)
-                if version % 2 == 0:
-                    await made.join(f"r{version + 2}")
-            await made.delivery.drain()
-            alive = [name for name in made.delivery.receivers if name not in killed]
-            await made.check(*alive, version=11)
-            assert len(alive) >= 2
-            assert {error for _, error in made.replaced} <= {"ConnectionResetError"}
-
-    asyncio.run(main())
 
 
 def small(grown: dict[str, int]) -> bool:
