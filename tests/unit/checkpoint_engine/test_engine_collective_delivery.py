@@ -85,6 +85,11 @@ async def test_a_member_that_never_answers_ends_in_an_abort_and_no_acknowledgeme
     assert ("abort", -1) in both.log and broadcast.failures == 1
 
 
+class Dead(Ends):
+    async def open_group(self, epoch: Epoch, rank: int) -> None:
+        raise ConnectionResetError("the peer is gone")
+
+
 def epochs(sender: Ends) -> int:
     return sender.log.count(("open", 0))
 
@@ -100,6 +105,9 @@ async def test_a_newcomer_is_served_one_by_one_and_taken_in_when_nothing_is_unde
     await broadcast.regroup([one, other])
     assert epochs(sender) == 2
     assert sorted(await broadcast(3, [other, one])) == ["a", "b"] and epochs(sender) == 2
+    await broadcast.regroup([one, other, Dead("c")])
+    assert sorted(await broadcast(4, [other, one])) == ["a", "b"]
+    assert (epochs(sender), broadcast.failures) == (4, 1)
 
 
 async def test_an_abort_that_overtakes_the_opening_is_repeated_so_that_no_lane_waits_in_vain() -> None:
@@ -120,10 +128,6 @@ async def test_an_abort_that_overtakes_the_opening_is_repeated_so_that_no_lane_w
 
         async def abort_group(self) -> None:
             self.aborted.set()
-
-    class Dead(Ends):
-        async def open_group(self, epoch: Epoch, rank: int) -> None:
-            raise ConnectionResetError("the peer is gone")
 
     sender, living = Waiting("sender"), Waiting("a")
     results = await CollectiveBroadcast(sender)(1, [living, Dead("b")])
