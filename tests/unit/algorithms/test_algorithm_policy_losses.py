@@ -125,16 +125,6 @@ def test_equal_weights_give_a_ratio_of_exactly_one(name: str, sde_type: str) -> 
     assert torch.equal(implicit.loss, output.loss)
 
 
-def test_the_first_update_has_the_policy_gradient() -> None:
-    """Without a proximal prediction the ratio is 1 and d loss / d log-prob = -A."""
-    algorithm = policy_gradient(noise_level=0.8)
-    batch, nets = rows(STEPS, ADVANTAGES), networks()
-    current = algorithm.predict(batch, nets["current"])
-    current["log_prob"] = current["log_prob"].detach().requires_grad_(True)
-    algorithm.loss(batch, current, {}).loss.sum().backward()
-    assert torch.allclose(current["log_prob"].grad, -batch.advantages.double().clamp(-5, 5), atol=1e-6)
-
-
 def test_vanishing_at_zero_means_no_gradient() -> None:
     batch, nets = rows(STEPS, [0.0] * 8), networks()
     for name in ("flow_grpo", "grpo_guard", "flow_dppo"):
@@ -212,17 +202,6 @@ def test_the_proximal_penalty_needs_no_reference_and_is_nothing_at_the_first_ste
     assert not policy_gradient(**field).gaussian
 
 
-def test_clip_in_nats_does_not_depend_on_resolution() -> None:
-    """The same true log-ratio clips at every D, while a bound on the mean scale would not."""
-    for tokens in (4, 64):
-        batch = rows([1, 1], [1.0, 1.0], tokens=tokens)
-        algorithm = policy_gradient(noise_level=0.8, clip_unit="nats", clip_range=0.66)
-        current = algorithm.predict(batch, frozen(Network(3, 1)))
-        nats = torch.tensor([0.65, 0.67], dtype=torch.float64)
-        proximal = dict(current, log_prob=current["log_prob"] - nats / (tokens * 3))
-        assert algorithm.loss(batch, current, {"proximal": proximal}).metrics["clip_fraction"].tolist() == [0.0, 1.0]
-
-
 @pytest.mark.parametrize("fields", [{}, {"correction": "mask"}])
 def test_log_prob_gap_compares_equal_forms(fields: dict[str, Any]) -> None:
     """The sampler records the field's cps form; the gap to the density is taken after converting it."""
@@ -250,34 +229,8 @@ def test_cps_weights_are_those_of_the_density_in_either_form() -> None:
     assert torch.allclose(one, two, atol=1e-9)
 
 
-def kept_by_sign(algorithm: Any, kl: float, *, images: int = 400) -> tuple[float, float]:
-    """Shares of rows with A > 0 and A < 0 that keep their gradient; the policy has moved by `kl` nats per step."""
-    generator = torch.Generator().manual_seed(29)
-    batch = rows([1] * images, [1.0, -1.0] * (images // 2), tokens=64, channels=16)
-    mean, shift, noise = (torch.randn(batch.latents.shape, generator=generator) for _ in range(3))
-    std, elements = torch.full((images,), 0.5), batch.latents[0].numel()
-    shift *= (2 * kl * 0.25 / shift.square().sum(dim=(1, 2), keepdim=True)).sqrt()
-    sampled = mean + 0.5 * noise
-
-    def predicted(center: torch.Tensor) -> dict[str, torch.Tensor]:
-        log_prob = -(sampled - center).double().square().sum(dim=(1, 2)) / (2 * 0.25 * elements)
-        return {"log_prob": log_prob, "mean": center, "std": std}
-
-    metrics = algorithm.loss(batch, predicted(mean + shift), {"behaviour": predicted(mean)}).metrics
-    assert metrics["behaviour_divergence"].mean() == pytest.approx(kl, rel=1e-3)
-    shares = [float(metrics[f"kept_{sign}"].sum() / metrics[f"rows_{sign}"].sum()) for sign in ("positive", "negative")]
-    return shares[0], shares[1]
-
-
 def test_by_default_the_mask_keeps_what_bounded_updates_of_the_allowed_age_can_reach() -> None:
-    """Two updates of 20 nats are 40 to 80 nats away, 10 to 20 in each of four noisy steps."""
+    """Two updates of 20 nats are up to 80 nats away, 20 in each of four noisy steps; with two a batch, five are."""
     fields: dict[str, Any] = {"correction": "mask", "max_staleness": 2, "max_kl_per_update": 20.0}
-    default = policy_gradient(**fields)
-    assert default.threshold(1024) == 2 * 20.0 * 2**2 / 4
-    for kl in (10.0, 20.0):
-        assert kept_by_sign(default, kl) == (1.0, 1.0)
-        positive, negative = kept_by_sign(policy_gradient(**fields, correction_threshold=0.66), kl)
-        assert positive > 0.97 and negative < 0.1
-    assert kept_by_sign(default, 50.0)[1] < 0.1
-    twice = policy_gradient(**fields, updates_per_batch=2)
-    assert twice.threshold(1024) == 2 * 20.0 * 5**2 / 4
+    assert policy_gradient(**fields).threshold(1024) == 2 * 20.0 * 2**2 / 4
+    assert policy_gradient(**fields, updates_per_batch=2).threshold(1024) == 2 * 20.0 * 5**2 / 4

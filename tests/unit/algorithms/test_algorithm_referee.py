@@ -11,17 +11,13 @@ from tests.unit.algorithms.algorithm_cases import policy_gradient
 from tests.unit.algorithms.algorithm_referee import (
     BEHAVIOUR,
     CURRENT,
-    GOAL,
     OTHER,
     SIGMAS,
     D,
-    Weights,
     coefficients,
     deviations,
     estimate,
-    exact_gradient,
     per_step_target,
-    sample,
 )
 
 LAND, MISS = 4.0, 15.0
@@ -104,36 +100,3 @@ def test_flipped_sign_misses() -> None:
     estimated = estimate(flipped, current=CURRENT, sampler=CURRENT, behaviour=None, scale=MEAN_OVER_D)
     assert deviations(estimated, exact) > MISS
     assert deviations(estimated, -exact) < LAND
-
-
-def test_permuted_advantages_carry_no_gradient() -> None:
-    algorithm = unclipped(**SDE)
-    inner = algorithm.advantages
-
-    def shuffled(rewards: Any) -> Any:
-        algorithm.config.permute_advantages = True
-        return inner(rewards, seeds=[3])
-
-    algorithm.advantages = shuffled  # type: ignore[method-assign, assignment]
-    estimated = estimate(algorithm, current=CURRENT, sampler=CURRENT, behaviour=None, scale=MEAN_OVER_D)
-    assert deviations(estimated, torch.zeros(5, dtype=torch.float64)) < LAND
-
-
-def moved(by: Tensor) -> Weights:
-    a, *b = (torch.tensor([CURRENT.a, *CURRENT.b], dtype=torch.float64) + by).tolist()
-    return Weights(a, tuple(b))
-
-
-@pytest.mark.extended
-def test_the_exact_gradient_is_that_of_the_simulated_reward() -> None:
-    """The referee judges itself: its moments against finite differences of simulated rewards on common noise."""
-    exact = exact_gradient([CURRENT] * 4, CURRENT, "sde", 0.7).sum(dim=0)
-    for index, step in enumerate(torch.eye(5, dtype=torch.float64) * 1e-4):
-        shifted = [moved(sign * step) for sign in (1, -1)]
-        # The ODE step must keep its weights: only the noisy steps belong to the objective.
-        high, low = (
-            -((points[-1] - SIGMAS[4] * CURRENT.velocity(points[-1]) - GOAL).square()).sum(dim=1)
-            for points, _ in (sample(weights, "sde", 0.7, count=100_000, seed=1) for weights in shifted)
-        )
-        slope = (high - low) / 2e-4
-        assert abs(float(slope.mean() - exact[index])) < 4 * float(slope.std()) / 100_000**0.5

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from async_flowrl.algorithms.base import MicroBatch
 from async_flowrl.algorithms.diffusion_nft import DiffusionNFT
 from async_flowrl.algorithms.flow_grpo import FlowGRPO
 from async_flowrl.algorithms.registry import (
@@ -23,7 +22,7 @@ from async_flowrl.algorithms.registry import (
     unused_field,
 )
 from async_flowrl.config.schema import AlgorithmConfig, Config
-from tests.unit.algorithms.algorithm_cases import build
+from tests.unit.algorithms.algorithm_cases import build, final_rows
 
 GOOD: dict[str, dict[str, Any]] = {
     "flow_grpo": {},
@@ -48,7 +47,7 @@ TAUGHT: dict[str, Any] = {"teachers": {"a": "a.safetensors"}, "teacher_coef": 1.
 def test_a_loss_reads_what_it_says_and_no_more(name: str) -> None:
     """With a configuration that asks for nothing besides, every other tensor of the prediction may be missing."""
     algorithm = build(name=name, **GOOD[name], kl_probe_images=0)
-    batch = replace(micro_batch(), score=lambda latents: latents.flatten(1).mean(dim=1))
+    batch = replace(final_rows(2, 1, [1.0, -1.0]), score=lambda latents: latents.flatten(1).mean(dim=1))
     current = algorithm.predict(batch, lambda latents, sigma: 0.1 * latents)
     assert set(current) == set(algorithm.predicts)
     lean: Any = {key: value for key, value in current.items() if key in algorithm.reads}
@@ -59,25 +58,6 @@ def test_a_loss_reads_what_it_says_and_no_more(name: str) -> None:
     if name == "flow_grpo":
         assert algorithm.reads == ("log_prob",)
         assert build(name=name, kl_coef=0.1, kl_probe_images=0).reads == ("log_prob", "mean", "std")
-
-
-def micro_batch() -> MicroBatch:
-    """Two rows of one step, a winner and a loser."""
-    latents = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    return MicroBatch(
-        latents=latents,
-        next_latents=latents + 0.1,
-        sigma=torch.full((2,), 0.7),
-        sigma_next=torch.full((2,), 0.5),
-        steps=torch.tensor([1, 1]),
-        sigmas=torch.tensor([1.0, 0.7, 0.5, 0.0]),
-        advantages=torch.tensor([1.0, -1.0]),
-        positive=(True, False),
-        rollout_log_prob=torch.zeros(2),
-        seeds=(1, 2),
-        age=0,
-        group_seeds=(3, 3),
-    )
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -116,19 +96,10 @@ def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
             super().__init__(config, correction=correction)
             self.strength = strength
 
-    class NoBehaviour(Mine):
-        def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
-            super().__init__(config, correction="none")
-
-    class Half:
-        def __init__(self, config: AlgorithmConfig, *, correction: str) -> None:
-            self.name = "half"
-
     class OnImages(DiffusionNFT):
         name = "on_images"
 
-    module.OnImages = OnImages  # type: ignore[attr-defined]
-    module.Mine, module.NoBehaviour, module.Half = Mine, NoBehaviour, Half  # type: ignore[attr-defined]
+    module.Mine, module.OnImages = Mine, OnImages  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_algorithms", module)
     return module
 

@@ -105,23 +105,6 @@ def test_deterministic_rows_have_log_prob_zero_and_finite_gradients(sde_type: st
     assert v.grad[1].any() == (sde_type != "ode")
 
 
-@pytest.mark.parametrize("sde_type", ["sde", "dance_sde"])
-def test_many_small_diffusion_steps_keep_the_marginals(sde_type: str) -> None:
-    """The SDE has the ODE's marginals: Gaussian data with its exact velocity keep the known variance."""
-    torch.manual_seed(0)
-    spread, count, grid = 0.5, 50_000, torch.linspace(1.0, 0.2, 161)
-    x = torch.randn(1, count)
-    for s, s_next in pairwise(grid):
-        variance = (1 - s) ** 2 * spread**2 + s**2
-        velocity = (s - (1 - s) * spread**2) / variance * x
-        step = sde.transition(
-            x, velocity, s.reshape(1), s_next.reshape(1),
-            sigma_after_first=grid[1], sde_type=sde_type, noise_level=0.7,
-        )  # fmt: skip
-        x = sde.sample(step, torch.randn(1, count))
-    assert float(x.std()) == pytest.approx(math.sqrt(0.64 * spread**2 + 0.04), rel=0.02)
-
-
 def test_relative_weights_are_those_of_the_papers() -> None:
     """Flash-GRPO writes its weight as 1 / (sqrt(h) / g + g sqrt(h) (1 - s) / (2 s)), TempFlow-GRPO's is g sqrt(h)."""
     levels, steps, a = [1.0, 0.9, 0.75, 0.55, 0.3, 0.0], [1, 2, 3], 0.7

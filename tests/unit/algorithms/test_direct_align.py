@@ -36,15 +36,6 @@ def test_value_and_gradient_are_those_of_the_papers_formulas() -> None:
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_the_true_velocity_gives_the_image_itself_at_every_level() -> None:
-    algorithm, scored = build(name="direct_align"), list[Tensor]()
-    batch = final_rows(1, 5, [1.0])
-    batch = replace(batch, score=lambda latents: scored.append(latents) or score(latents))
-    noise = draw(batch, batch.seeds)[0]
-    algorithm.loss(batch, algorithm.predict(batch, lambda x, s: noise - batch.latents), {})
-    torch.testing.assert_close(scored[0], batch.latents, rtol=1e-4, atol=1e-5)
-
-
 def test_every_image_is_trained_and_a_negated_reward_turns_the_loss_around() -> None:
     batch = replace(final_rows(1, 5, [1.0]), score=score)
     losses = []
