@@ -189,6 +189,15 @@ def gradient(worker: TrainerWorker) -> torch.Tensor:
     return out
 
 
+def gradient_of(config: Config, handed: list[Handed], *, over: int | None = None) -> torch.Tensor:
+    """Returns the mean gradient of the groups at the initial weights, [numel] float32; `over`: of so many rows."""
+    worker = trainer(config)
+    worker.update.begin(0, StepPlan(rows=over or rows(handed)))
+    for meta, tickets in recut(config, handed):
+        worker.update.accumulate([meta], *tickets)
+    return gradient(worker)
+
+
 def weights(worker: TrainerWorker, *, average: bool = False) -> dict[str, np.ndarray]:
     """Returns name → trained weights, float32; with `average` their EMA."""
     flat = worker.versions.ema if average else worker.parameters.values.data

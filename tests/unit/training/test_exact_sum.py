@@ -91,12 +91,6 @@ def test_the_next_exponent_fits_with_room(largest: float) -> None:
     assert account.fits(found - HEADROOM_BITS) and not account.fits(found - HEADROOM_BITS - 1)
 
 
-@pytest.fixture(scope="module")
-def handed() -> list[list[rig.Handed]]:
-    sampler = rig.Sampler(rig.tiny_config())
-    return [[sampler.group(step, group) for group in (0, 1)] for step in range(2)]
-
-
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     add: Callable[[ExactSum, torch.Tensor], torch.Tensor] = ExactSum.add

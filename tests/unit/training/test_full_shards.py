@@ -108,7 +108,6 @@ def test_every_pass_with_frozen_parts(jobs: dict[str, Job], two: dict[str, list[
 def test_bfloat16_is_computed_with_and_float32_is_kept(jobs: dict[str, Job], two: dict[str, list[Outcome]]) -> None:
     ranks = two["bfloat16"]
     assert all(array.dtype == np.float32 for array in ranks[0]["tensors"].values())
-    assert ranks[0]["metrics"][-1]["loss"] > 0.0 or ranks[0]["metrics"][-1]["grad_norm"] > 0
     alone = run_alone(jobs["bfloat16"])
     ours = whole(ranks)
     apart = max(float(np.abs(ours[name] - array).max()) for name, array in alone["tensors"].items())

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 
 from async_flowrl.config.schema import LoraConfig
 from async_flowrl.policies import lora_file
-from async_flowrl.policies.lora import (
-    add_lora,
-    load_warm_start,
-    lora_modules,
-    lora_parameters,
-    reference_mode,
-)
+from async_flowrl.policies.lora import add_lora, load_warm_start, lora_modules, lora_parameters, reference_mode
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from tests.support.tiny import RED, adapted_policy, randomise, sampling, tensors, tiny_policy
 
@@ -77,16 +71,8 @@ def test_a_layer_without_a_graph_gives_the_bits_of_one_with_a_graph(dtype: str) 
         assert torch.equal(output(policy), live)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_reference_mode_is_the_base_exactly_and_leaves_no_trace(compiled: bool) -> None:
+def test_reference_mode_is_the_base_exactly_and_leaves_no_trace() -> None:
     base, policy = tiny_policy(parts="transformer"), adapted_policy(parts="transformer")
-    names = list(lora_parameters(policy.transformer))
-    if compiled:
-        for each in (base, policy):  # the compiler traces one block in half the time
-            each.transformer.transformer_blocks = each.transformer.transformer_blocks[:1]
-        names = list(lora_parameters(policy.transformer))
-        policy.transformer = torch.compile(policy.transformer, backend="eager")  # type: ignore[assignment]
-    assert list(lora_parameters(policy.transformer)) == names
     live, expected = output(policy), output(base)
     with reference_mode(policy.transformer):
         assert all(p.requires_grad for p in lora_parameters(policy.transformer).values())
@@ -149,14 +135,9 @@ def test_warm_start_from_a_peft_folder_even_with_dead_branches(tmp_path: Path) -
         assert all(torch.equal(loaded[name], written[name]) for name in loaded)
 
 
-def without_metadata(source: Path, target: Path) -> Path:
-    target.mkdir()
-    save_file(load_file(source), target / lora_file.FILE_NAME)
-    return target
-
-
 def test_without_metadata_alpha_is_the_rank_as_diffusers_reads_it(diffusers_file: Path, tmp_path: Path) -> None:
-    bare = without_metadata(diffusers_file, tmp_path / "bare")
+    bare = tmp_path / "bare.safetensors"
+    save_file(load_file(diffusers_file), bare)
     assert lora_file.read(bare).alpha == 4.0
     expected = warm(diffusers_file)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in warm(bare).items())

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,22 +44,18 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
 ) -> None:
     write_checkpoint(tmp_path, 1, small(), keep=3)
     newest = write_checkpoint(tmp_path, 2, small(), keep=3)
-    weights = newest / "weights.safetensors"
-    data = bytearray(weights.read_bytes())
+    weights, manifest = newest / "weights.safetensors", newest / "manifest.json"
+    data, text = bytearray(weights.read_bytes()), manifest.read_text()
     data[-1] ^= 1
-    if damage == "flip":
-        weights.write_bytes(data)
-    elif damage == "truncate":
-        weights.write_bytes(data[:-4])
-    elif damage == "remove":
-        weights.unlink()
-    elif damage == "manifest":
-        text = (newest / "manifest.json").read_text()
-        (newest / "manifest.json").write_text(text[: len(text) // 2])
-    elif damage == "no_manifest":
-        (newest / "manifest.json").unlink()
-    else:
-        (newest / "controller.json").write_text(json.dumps({"digests": {"0": "abd"}}))
+    damages: dict[str, Callable[[], object]] = {
+        "flip": lambda: weights.write_bytes(data),
+        "truncate": lambda: weights.write_bytes(data[:-4]),
+        "remove": weights.unlink,
+        "manifest": lambda: manifest.write_text(text[: len(text) // 2]),
+        "no_manifest": manifest.unlink,
+        "controller": lambda: (newest / "controller.json").write_text(json.dumps({"digests": {"0": "abd"}})),
+    }
+    damages[damage]()
     with pytest.raises(DamagedCheckpoint, match="step_2"):
         read_checkpoint(newest)
     with caplog.at_level(logging.WARNING):

@@ -113,14 +113,6 @@ def test_a_rank_fetches_the_groups_that_it_trains_and_the_probe(
     assert sum(one) + sum(other) == sum(sizes) + 2 * sizes[0]
 
 
-def test_one_rank_in_a_process_group_is_bit_equal_to_none(
-    jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    ((found,),) = run_ranks(1, [jobs["plain"]], tmp_path_factory.mktemp("one"))
-    assert found["info"]["layout"] == "fsdp2 over 1"
-    assert found["digest"] == run_alone(jobs["plain"])["digest"]
-
-
 @pytest.mark.timeout(120)
 def test_the_collectives_of_a_replica_have_the_limit_of_the_default_group(tmp_path: Path) -> None:
     """Torch's own would be 30 minutes."""
