@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -20,16 +20,21 @@ PICK = "+evaluate.reward.terms={pick: {name: pickscore, workers: 2, gpus_per_wor
 """A held-out judge with two GPUs of its own."""
 
 
-def words_of(experiment: str, *overrides: str) -> list[str]:
-    return [f"experiment={experiment}", *overrides]
+def plain(*overrides: str) -> Config:
+    return compose_config("one_step_off", ["experiment=sd35_ocr", *overrides])
 
 
-def plain(experiment: str, *overrides: str) -> Config:
-    return compose_config("one_step_off", words_of(experiment, *overrides))
+def answer(experiment: str, kind: Hardware, *overrides: str) -> Answer:
+    return fit.answer([f"experiment={experiment}", *overrides], kind)
 
 
-def answer(experiment: str, kind: Hardware, overrides: Sequence[str] = ()) -> Answer:
-    return fit.answer(words_of(experiment, *overrides), kind)
+def sizes(
+    monkeypatch: pytest.MonkeyPatch, trainer: Callable[..., Footprint], rollout: Callable[..., Footprint] | None = None
+) -> None:
+    """Footprints are given in place of planned ones; without `rollout` a rollout worker needs nothing."""
+    for module in (fit, devices):
+        monkeypatch.setattr(module, "planned_trainer", trainer)
+        monkeypatch.setattr(module, "planned_rollout", rollout or (lambda config, **_: Footprint({})))
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +44,7 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> None:
     def trainer(config: Config, *, lasting: bool = False) -> Footprint:
         return Footprint({"all": (10 + 4 * config.trainer.micro_batch_size) * GIB})
 
-    for module in (fit, devices):
-        monkeypatch.setattr(module, "planned_trainer", trainer)
-        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({"all": 16 * GIB}))
+    sizes(monkeypatch, trainer, lambda config, **_: Footprint({"all": 16 * GIB}))
     monkeypatch.setattr(fit, "resolved_on", lambda config, memory: (config, ""))
 
 
@@ -62,10 +65,6 @@ def composed(words: Sequence[str]) -> Config:
     return config
 
 
-def placement(words: Sequence[str]) -> str:
-    return composed(words).placement
-
-
 def pools(words: Sequence[str]) -> dict[str, int]:
     """The workers of each pool that has GPUs, of a row of the table."""
     return {pool: len(each) for pool, each in gpus_by_pool(composed(words)).items()}
@@ -74,10 +73,10 @@ def pools(words: Sequence[str]) -> dict[str, int]:
 @pytest.mark.extended
 def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() -> None:
     names = ("1x80", "2x80", "8x80")
-    found = {name: answer("sd35_ocr", Hardware.of(name), [PICK]) for name in names}
+    found = {name: answer("sd35_ocr", Hardware.of(name), PICK) for name in names}
     assert pools(found["8x80"].words) == {"trainer": 3, "rollout": 3, "held_out/pick": 2}
     # Three devices would be one too few for both of its workers, and two are too few for two pools beside one.
-    three = answer("sd35_ocr", Hardware.of("3x80"), [PICK])
+    three = answer("sd35_ocr", Hardware.of("3x80"), PICK)
     assert pools(three.words) == {"trainer": 1, "rollout": 1, "held_out/pick": 1}
     assert "evaluate.reward.terms.pick.workers=1" in three.words
     assert pools(found["2x80"].words) == {"shared": 1, "held_out/pick": 1}
@@ -87,9 +86,9 @@ def test_a_held_out_pool_has_its_seats_before_the_others_share_what_is_left() ->
 
 
 def test_splits_are_even_and_leave_no_device_idle() -> None:
-    usual = plain("sd35_ocr")
+    usual = plain()
     assert splits(usual, 5, {})[:2] == [(2, 3), (3, 2)] and all(sum(split) == 5 for split in splits(usual, 5, {}))
-    seated = plain("sd35_ocr", "reward.gpus_per_worker=1")
+    seated = plain("reward.gpus_per_worker=1")
     # Each rollout worker brings a reward worker with a GPU of its own along.
     assert splits(seated, 8, {}) == [(4, 2), (2, 3), (6, 1)]
     assert splits(seated, 2, {}) == []
@@ -98,12 +97,10 @@ def test_splits_are_even_and_leave_no_device_idle() -> None:
 @pytest.mark.extended
 def test_one_card_has_one_base_and_several_cards_one_pool_after_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of 79 GiB holds one base of 50 GiB, not two; the memory of `placement=shared` counts a base once."""
-    for module in (fit, devices):
-        for side in ("planned_trainer", "planned_rollout"):
-            monkeypatch.setattr(module, side, lambda config, **_: Footprint({"base weights": 50 * GIB}))
+    sizes(monkeypatch, *[lambda config, **_: Footprint({"base weights": 50 * GIB})] * 2)
     one = answer("sd35_ocr", Hardware.of("1x80"))
-    assert one.fits and placement(one.words) == "shared"
-    tried = [applied(change, plain("sd35_ocr")) for change in layouts(plain("sd35_ocr"), Hardware.of("4x80"))]
+    assert one.fits and composed(one.words).placement == "shared"
+    tried = [applied(change, plain()) for change in layouts(plain(), Hardware.of("4x80"))]
     assert [config.placement for config in tried] == ["separate"] * (len(tried) - 1) + ["shared"]
     assert tried[-1].trainer.num_workers == tried[-1].rollout.num_workers == 4
     small = answer("sd35_ocr", Hardware.of("1x24"))
@@ -132,9 +129,7 @@ def test_a_quantised_base_then_host_memory_then_a_lower_rank_come_last(monkeypat
         on_device = [config.trainer.versions_on, config.trainer.sum_on].count("device") * 4.0
         return Footprint({"all": round((stored + on_device + 6.0 * config.lora.rank / 64) * GIB)})
 
-    for module in (fit, devices):
-        monkeypatch.setattr(module, "planned_trainer", needed)
-        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({}))
+    sizes(monkeypatch, needed)
     found = [answer("qwen_image_ocr", Hardware(str(gib), gib, 1)) for gib in (36, 27.5, 23, 18, 14, 11, 8, 6)]
     stored = [row.fits and set(row.words) & {"model.quantize=int8", "model.quantize=nf4"} for row in found]
     assert stored == [set(), {"model.quantize=int8"}, *[{"model.quantize=nf4"}] * 5, False]
@@ -150,10 +145,8 @@ def test_of_whole_weights_the_settings_of_a_small_card_are_tried_without_those_o
     def needed(config: Config, **_: object) -> Footprint:
         return Footprint({"all": (10 if config.trainer.sum_on == "host" else 30) * GIB})
 
-    for module in (fit, devices):
-        monkeypatch.setattr(module, "planned_trainer", needed)
-        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({}))
-    row = answer("sd35_ocr", Hardware.of("1x24"), ["tune=full"])
+    sizes(monkeypatch, needed)
+    row = answer("sd35_ocr", Hardware.of("1x24"), "tune=full")
     assert row.fits and {"trainer.sum_on=host", "model.quantize_text_encoder=int8"} <= set(row.words)
     assert not [word for word in row.words if word.startswith(("model.quantize=", "lora."))]
 
@@ -163,9 +156,7 @@ def test_the_largest_recipe_is_the_first_that_fits_as_it_is(monkeypatch: pytest.
     def needed(config: Config, **_: object) -> Footprint:
         return Footprint({"all": (18 if config.model.quantize == "nf4" else 60) * GIB})
 
-    for module in (fit, devices):
-        monkeypatch.setattr(module, "planned_trainer", needed)
-        monkeypatch.setattr(module, "planned_rollout", lambda config, **_: Footprint({}))
+    sizes(monkeypatch, needed)
     cards = ((79.0, 2), (23.5, 4), (15.5, 1))
     found = [fit.largest(Hardware("", gib, count)) for gib, count in cards]
     names = ["qwen_image_ocr", "qwen_image_1x24gb", None]

@@ -2,42 +2,21 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from async_flowrl.cli.plan import main
 from async_flowrl.cli.plan_from_run import Measured, bound_of, limit_of, measured, present, split_of, splits
-from async_flowrl.config.schema import Config
-from tests.support.toy import ToyRun, toy_config, virtual
+from tests.support.toy import toy_config, virtual
 from tests.support.toy_pool import Timing
-
-
-def recorded(directory: Path, run: ToyRun, config: Any) -> Path:
-    """Writes config.yaml, events.jsonl and metrics.jsonl of the run into the new folder `directory` and returns it."""
-    directory.mkdir()
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-    (directory / "events.jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in run.observer.events))
-    steps = run.observer.of("step")
-    lines = [
-        {"step": e["step"], "timing/step": e["ended"] - e["started"], **line}
-        for e, line in zip(steps, run.lines, strict=True)
-    ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return directory
-
 
 GROUPS, STEPS = 4, 16
 
 
-def learnt(folder: Path, timing: Timing, **changes: Any) -> tuple[Config, Measured]:
-    config = toy_config(1, hand_over="stream", steps=STEPS, **changes)
-    return measured(run_of(folder, config, timing))
-
-
-def run_of(folder: Path, config: Config, timing: Timing) -> Path:
-    """Returns the directory of a toy run, in which every busy time of a worker is a span, as real workers report it."""
+def run_of(folder: Path, timing: Timing) -> Path:
+    """The directory of a toy run, in which every busy time of a worker is a span, as real workers report it."""
+    config = toy_config(1, hand_over="stream", steps=STEPS)
     run = virtual(config, timing)
     began: dict[str, float] = {}
     for event in run.observer.of("state"):
@@ -47,13 +26,19 @@ def run_of(folder: Path, config: Config, timing: Timing) -> Path:
         if event["state"] == "busy":
             began[event["worker"]] = event["time"]
     run.observer.events.sort(key=lambda event: event["time"])
-    return recorded(folder / "run", run, config)
+    directory = folder / "run"
+    directory.mkdir()
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    (directory / "events.jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in run.observer.events))
+    steps = zip(run.observer.of("step"), run.lines, strict=True)
+    lines = [{"step": e["step"], "timing/step": e["ended"] - e["started"], **line} for e, line in steps]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return directory
 
 
 @pytest.mark.extended
 def test_what_a_run_measured_are_the_seconds_that_its_workers_took(tmp_path: Path) -> None:
-    timing = Timing(generate=1.0, update=0.25, score=0.1)
-    config, took = learnt(tmp_path, timing)
+    config, took = measured(run_of(tmp_path, Timing(generate=1.0, update=0.25, score=0.1)))
     assert took.generation == pytest.approx(GROUPS * 1.0, rel=0.05)
     assert took.update == pytest.approx(GROUPS * 0.25, rel=0.2)
     assert took.rewards == {"reward": pytest.approx(GROUPS * 0.1, rel=0.05)}
@@ -83,8 +68,7 @@ def test_splits_are_all_pairs_or_the_one_that_is_given_and_one_shared_pool() -> 
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = toy_config(1, hand_over="stream", steps=STEPS)
-    run = run_of(tmp_path, config, Timing(generate=1.0, update=0.25))
+    run = run_of(tmp_path, Timing(generate=1.0, update=0.25))
     assert main(["--from-run", str(run), "--devices", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["limit"] == "rollout" and len(found["splits"]) == 8

@@ -12,24 +12,19 @@ from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied
 from separation.processes import alive, descendants, identity, kill_remaining, machine, process_of
 from separation.worker_process import thread_environment
-from tests.support.virtual import run_virtual
 
 TOY = "tests.unit.separation.toy_object:Toy"
 
 
-def test_local_workers_run_in_virtual_time() -> None:
-    async def main() -> list[int]:
-        async with cluster([PoolSpec("toy", TOY, 2)], backend="local", start_deadline=10) as groups:
-            one, other = groups["toy"].workers
-            first, refs = await one.call_split("split", 10, returns=3)
-            assert first == {"count": 10}
-            assert await other.call("total", *refs) == 50.0
-            heard: list[int] = await one.call("note", 7)
-        with pytest.raises(WorkerDied, match="toy-0 died: killed"):
-            await one.call("hello")
-        return heard
-
-    assert run_virtual(main()) == [7]
+async def test_local_workers_run_in_virtual_time() -> None:
+    async with cluster([PoolSpec("toy", TOY, 2)], backend="local", start_deadline=10) as groups:
+        one, other = groups["toy"].workers
+        first, refs = await one.call_split("split", 10, returns=3)
+        assert first == {"count": 10}
+        assert await other.call("total", *refs) == 50.0
+        assert await one.call("note", 7) == [7]
+    with pytest.raises(WorkerDied, match="toy-0 died: killed"):
+        await one.call("hello")
 
 
 def test_a_hung_local_worker_does_not_hold_the_end() -> None:

@@ -1,14 +1,13 @@
 """Tests of the seats of a pool that changes its size, without Ray: each test says which nodes have room."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
 from separation import ray_pool
 from separation.group import NoSeat
-from separation.ray_pool import ReservedSeat, Seats
+from separation.ray_pool import Seats
 
 
 class Cluster:
@@ -54,70 +53,47 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-def within(seconds: float, body: Coroutine[Any, Any, Any]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(seconds):
-            return await body
-
-    return asyncio.run(limited())
-
-
-def test_all_that_is_missing_is_asked_for_and_what_there_is_is_taken(cluster: Cluster) -> None:
-    async def main() -> None:
-        reserved: list[Any] = []
-        seats = Seats({"CPU": 1.0}, 4, reserved)
-        cluster.room += ["a", "b"]
-        assert [place.node for place in await seats.available(0.05)] == ["a", "b"]
-        assert len(cluster.waiting) == 2 and len(reserved) == 4, "an autoscaler sees what is missing"
-        coming = asyncio.create_task(seats.next())
-        await asyncio.sleep(0.05)
-        assert not coming.done()
-        cluster.room.append("c")
-        assert (await coming).node == "c" and cluster.asked == 4
-
-    within(20.0, main())
+async def test_all_that_is_missing_is_asked_for_and_what_there_is_is_taken(cluster: Cluster) -> None:
+    reserved: list[Any] = []
+    seats = Seats({"CPU": 1.0}, 4, reserved)
+    cluster.room += ["a", "b"]
+    assert [place.node for place in await seats.available(0.05)] == ["a", "b"]
+    assert len(cluster.waiting) == 2 and len(reserved) == 4, "an autoscaler sees what is missing"
+    coming = asyncio.create_task(seats.next())
+    await asyncio.sleep(0.05)
+    assert not coming.done()
+    cluster.room.append("c")
+    assert (await coming).node == "c" and cluster.asked == 4
 
 
-def test_a_large_pool_looks_at_each_group_once(cluster: Cluster) -> None:
-    async def main() -> None:
-        cluster.room += ["a"] * 100
-        assert len(await Seats({"CPU": 1.0}, 100, []).available(15.0)) == cluster.looked_at == 100
-
-    within(20.0, main())
+async def test_a_large_pool_looks_at_each_group_once(cluster: Cluster) -> None:
+    cluster.room += ["a"] * 100
+    assert len(await Seats({"CPU": 1.0}, 100, []).available(15.0)) == cluster.looked_at == 100
 
 
-def test_a_seat_that_is_given_back_is_free_and_asked_for_again(cluster: Cluster) -> None:
-    async def main() -> None:
-        reserved: list[Any] = []
-        seats = Seats({"CPU": 1.0}, 1, reserved)
-        cluster.room.append("a")
-        place = await seats.next()
-        await seats.give_back(place)
-        await seats.give_back(place)
-        assert reserved == [] and cluster.room == ["a"]
-        assert (await seats.next()).node == "a" and cluster.asked == 2
-
-    within(20.0, main())
+async def test_a_seat_that_is_given_back_is_free_and_asked_for_again(cluster: Cluster) -> None:
+    reserved: list[Any] = []
+    seats = Seats({"CPU": 1.0}, 1, reserved)
+    cluster.room.append("a")
+    place = await seats.next()
+    await seats.give_back(place)
+    await seats.give_back(place)
+    assert reserved == [] and cluster.room == ["a"]
+    assert (await seats.next()).node == "a" and cluster.asked == 2
 
 
-def test_a_replacement_comes_before_a_newcomer_and_goes_without_after_a_while(cluster: Cluster) -> None:
-    async def main() -> None:
-        seats = Seats({"CPU": 1.0}, 2, [])
-        cluster.room.append("a")
-        old = await seats.next()
-        newcomer = asyncio.create_task(seats.next())
-        cluster.ending["a"] = 0.0
-        replacement = asyncio.create_task(seats.replacement(old))
-        await asyncio.sleep(0.1)
-        cluster.room.append("b")
-        assert (await replacement).node == "b" and not newcomer.done()
-        cluster.ending["b"] = 0.0
-        with pytest.raises(NoSeat, match=r"no node has had a seat for 0\.3 s"):
-            await seats.replacement(await lost(seats, cluster))
-        newcomer.cancel()
-
-    async def lost(seats: Seats, cluster: Cluster) -> ReservedSeat:
-        group = next(iter(cluster.placed))
-        return ReservedSeat(group, 0, {"CPU": 1.0}, cluster.placed[group])  # type: ignore[arg-type]
-
-    within(20.0, main())
+async def test_a_replacement_comes_before_a_newcomer_and_goes_without_after_a_while(cluster: Cluster) -> None:
+    seats = Seats({"CPU": 1.0}, 2, [])
+    cluster.room.append("a")
+    old = await seats.next()
+    newcomer = asyncio.create_task(seats.next())
+    cluster.ending["a"] = 0.0
+    replacement = asyncio.create_task(seats.replacement(old))
+    await asyncio.sleep(0.1)
+    cluster.room.append("b")
+    there = await replacement
+    assert there.node == "b" and not newcomer.done()
+    cluster.ending["b"] = 0.0
+    with pytest.raises(NoSeat, match=r"no node has had a seat for 0\.3 s"):
+        await seats.replacement(there)
+    newcomer.cancel()

@@ -1,7 +1,5 @@
 """A small object for workers of tests, with methods for every kind of misbehaviour."""
 
-import os
-import sys
 import threading
 import time
 from typing import Any
@@ -77,16 +75,6 @@ class Toy:
 
     def writeable(self, array: Array) -> bool:
         return bool(array.flags.writeable)
-
-    def environment(self) -> dict[str, str]:
-        return {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOY")}
-
-    def say(self, text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stderr.write(text.upper() + "\n")
-
-    def exit(self) -> None:
-        sys.exit("had enough")
 
     def all_reduce(self) -> float:
         """The sum over the process group of rank + 1."""

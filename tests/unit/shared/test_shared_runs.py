@@ -225,14 +225,6 @@ def losing(step: int, payload: int) -> Disturbance:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("mode", MODES)
-def test_an_evaluation_is_due_at_every_step(mode: str) -> None:
-    found = shared(mode, 1, **EVALUATED)
-    check(found, mode, **EVALUATED)
-    assert len(found.evaluated) == 7
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("mode", AHEAD)
 def test_an_evaluation_keeps_its_share_of_a_process_that_always_has_other_tickets(mode: str) -> None:
     """Every fourth ticket is of the evaluation, which has two."""
@@ -246,28 +238,10 @@ def test_an_evaluation_keeps_its_share_of_a_process_that_always_has_other_ticket
     assert sum(begun < time < sorted(given)[places[0]][0] for time, _ in given) <= 4
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in AHEAD])
-def test_a_reward_is_stuck_and_comes_back(mode: str) -> None:
-    """It is asked again; what can be sampled and trained meanwhile is."""
-    found = shared(mode, 1, stuck(5, 6), deadlines__score=5.0, reward__retries=3)
-    check(found, mode)
-    assert len(found.observer.of("injected")) == found.groups["reward"].replaced == 2
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_reward_that_is_stuck_for_good_ends_the_run_by_name(mode: str) -> None:
     with pytest.raises(DeadlineExceeded, match=r"score: .* was not done within its deadline of 5 s"):
         shared(mode, 1, stuck(5, float("inf")), deadlines__score=5.0, reward__retries=2)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("mode", AHEAD)
-def test_images_of_a_step_are_lost_while_the_next_is_made(mode: str) -> None:
-    """The ticket is made again by the only worker, before those of the next step that it was given ahead."""
-    found = shared(mode, 1, disturb=losing(2, 0))
-    check(found, mode)
-    assert found.table.retried == 1
 
 
 @pytest.mark.parametrize("mode", AHEAD)

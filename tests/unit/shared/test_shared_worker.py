@@ -48,11 +48,14 @@ def loaded(request: pytest.FixtureRequest) -> SharedWorker:
     return worker(shared_config(), first=request.param)
 
 
+def bases(one: SharedWorker) -> list[dict[str, torch.Tensor]]:
+    """The base that it samples with, and the one that it trains on."""
+    return [base_tensors(policy.transformer) for policy in (one.rollout.engine.policy, one.trainer.policy)]
+
+
 @pytest.mark.extended
 def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
-    sampling, training = (
-        base_tensors(policy.transformer) for policy in (loaded.rollout.engine.policy, loaded.trainer.policy)
-    )
+    sampling, training = bases(loaded)
     assert sampling.keys() == training.keys() and len(sampling) > 20
     assert all(training[name].data_ptr() == tensor.data_ptr() for name, tensor in sampling.items())
     adapters = [
@@ -66,9 +69,7 @@ def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
 
 def test_whole_weights_that_are_trained_are_not_sampled_with() -> None:
     one = worker(shared_config(tune=FULL, max_staleness=0))
-    sampling, training = (
-        base_tensors(policy.transformer) for policy in (one.rollout.engine.policy, one.trainer.policy)
-    )
+    sampling, training = bases(one)
     assert all(training[name].data_ptr() != tensor.data_ptr() for name, tensor in sampling.items())
     assert all(torch.equal(training[name], tensor) for name, tensor in sampling.items())
 
@@ -176,8 +177,8 @@ def test_the_end_of_a_step_waits_for_no_ticket_but_a_unit_of_training_does(measu
 
 def config(*, compiled: bool) -> Config:
     """Tickets of four images, micro-batches of two."""
-    made = rig.tiny_config(micro_batch_size=2, compile=compiled)
-    made.placement, made.model.dtype, made.model.tiny.layers = "shared", "float32", 1
+    made = shared_config()
+    made.trainer.micro_batch_size, made.trainer.compile = 2, compiled
     made.model.tiny.family = "qwen_image_21"  # Its block has three quarters of the operations of Qwen-Image's.
     made.rollout.compile, made.rollout.num_inference_steps = compiled, 2
     return made
