@@ -1,7 +1,5 @@
 """Tests of the registry of algorithms: names, defaults and refusals."""
 
-import sys
-import types
 from dataclasses import replace
 from typing import Any
 
@@ -85,29 +83,26 @@ def test_default_correction(staleness: int, given: str | None, resolved: str) ->
     assert ("behaviour" in algorithm.needs) == (resolved != "none")
 
 
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    module = types.ModuleType("own_algorithms")
+class Mine(FlowGRPO):
+    name = "mine"
+    uses = "any text"  # which has a meaning on final images only
 
-    class Mine(FlowGRPO):
-        name = "mine"
-
-        def __init__(self, config: AlgorithmConfig, *, correction: str, strength: float = 1.0) -> None:
-            super().__init__(config, correction=correction)
-            self.strength = strength
-
-    class OnImages(DiffusionNFT):
-        name = "on_images"
-
-    module.Mine, module.OnImages = Mine, OnImages  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "own_algorithms", module)
-    return module
+    def __init__(self, config: AlgorithmConfig, *, correction: str, strength: float = 1.0) -> None:
+        super().__init__(config, correction=correction)
+        self.strength = strength
 
 
-def test_own_algorithm_by_path(own: types.ModuleType) -> None:
-    own.Mine.uses = "any text"  # which has a meaning on final images only
-    algorithm: Any = build(name="own_algorithms:Mine", options={"strength": 3.0}, correction="mask")
-    assert isinstance(algorithm, own.Mine) and algorithm.strength == 3.0 and "behaviour" in algorithm.needs
+def test_own_algorithm_by_path() -> None:
+    algorithm: Any = build(name=f"{__name__}:Mine", options={"strength": 3.0}, correction="mask")
+    assert isinstance(algorithm, Mine) and algorithm.strength == 3.0 and "behaviour" in algorithm.needs
+
+
+class Misspelt(DiffusionNFT):
+    name = "on_images"
+
+
+def function(config: AlgorithmConfig, *, correction: str) -> Misspelt:
+    return Misspelt(config, correction=correction)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +115,12 @@ def test_own_algorithm_by_path(own: types.ModuleType) -> None:
     ],
 )
 def test_an_own_algorithm_may_name_only_predictions_that_there_are(
-    member: str, names: tuple[str, ...] | str, named: str, own: types.ModuleType
+    member: str, names: tuple[str, ...] | str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    misspelt = own.Misspelt = type("Misspelt", (own.OnImages,), {member: names})
-    own.function = lambda config, *, correction: misspelt(config, correction=correction)
+    monkeypatch.setattr(Misspelt, member, names)
     for factory in ("Misspelt", "function"):
         with pytest.raises(ValueError, match=named):
-            build(name=f"own_algorithms:{factory}", final_images=True)
+            build(name=f"{__name__}:{factory}", final_images=True)
 
 
 @pytest.mark.parametrize(

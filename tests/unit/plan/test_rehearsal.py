@@ -1,7 +1,6 @@
 """Tests of rehearsals on fake tensors: recipes at full size, tiny models of all families, and the memory accounting."""
 
 import json
-from functools import cache
 
 import pytest
 import torch
@@ -9,10 +8,10 @@ import torch.distributed as dist
 
 from async_flowrl.cli import plan as planner
 from async_flowrl.cli.cards import CARDS
-from async_flowrl.cli.rehearse import Rehearsal, peak, rehearse
+from async_flowrl.cli.rehearse import BOTH, Rehearsal, peak, rehearse
 from async_flowrl.config.compose import compose_config
 from async_flowrl.config.schema import Config
-from async_flowrl.memory.footprints import plan_memory
+from async_flowrl.memory.footprints import in_one, plan_memory
 from async_flowrl.memory.rehearsal.model import FakeModel
 from async_flowrl.memory.rehearsal.rank import RankRehearsal, rehearse_trainer
 from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rollout
@@ -21,11 +20,6 @@ from async_flowrl.memory.rehearsal.rollout import RolloutRehearsal, rehearse_rol
 def shallow(*overrides: str) -> Config:
     """One layer unless more are given: on fake tensors every operation costs the same, however small its tensors."""
     return compose_config("one_step_off", ["model.tiny.layers=1", *overrides])
-
-
-@cache
-def rehearsed(*overrides: str, card: str = "H100") -> Rehearsal:
-    return rehearse(shallow(*overrides), CARDS[card])
 
 
 def worker_alone(*overrides: str) -> RolloutRehearsal:
@@ -39,11 +33,6 @@ RECIPES = {"qwen_image_ocr": 38.0, "sd35_ocr": 4.6, "flux_pickscore": 22.1}
 PHASES = {"load", "settle", "update", "forward", "backward", "optimizer", "delivery"}
 
 ROLLOUT_PHASES = {"load", "delivery", "sample", "encode", "denoise", "decode"}
-
-FOUR_RANKS = ("model.tiny.layers=3", "trainer.num_workers=4", "trainer.micro_batch_size=2", "rollout.resolution=16")
-"""Three blocks, because FSDP2 holds two of them whole at once; tests of it leave out the passes of a correction."""
-
-NO_CORRECTION = "algorithm.correction=none"
 
 
 def rank_alone(*overrides: str) -> RankRehearsal:
@@ -106,8 +95,12 @@ def test_videos_that_begin_with_an_image_are_planned_with_as_many_frames() -> No
 
 @pytest.mark.slow
 def test_a_sharded_base_is_gathered_and_let_go() -> None:
-    """FSDP2 frees what it gathers by resizing its storage to nothing."""
-    whole, sharded = (rank_alone(*FOUR_RANKS, NO_CORRECTION, f"trainer.shard={shard}") for shard in ("none", "full"))
+    """FSDP2 frees what it gathers by resizing its storage to nothing; it holds two of three blocks whole at once."""
+    given = ["model.tiny.layers=3", "trainer.num_workers=4", "trainer.micro_batch_size=2"]
+    given += ["rollout.resolution=16", "algorithm.correction=none"]
+    whole, sharded = (
+        rank_alone(*FOUR_RANKS, "algorithm.correction=none", f"trainer.shard={shard}") for shard in ("none", "full")
+    )
     assert sharded.layout == "fsdp2 over 4" and whole.layout == "whole on each of 4"
     weights = 4 * whole.sizes.base_parameters
     saved = whole.phases["forward"].resident - sharded.phases["forward"].resident
@@ -130,7 +123,7 @@ def test_loading_whole_weights_never_holds_them_twice_on_the_device() -> None:
 
 @pytest.mark.extended
 def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
-    usual = rehearsed()
+    usual = rehearse(shallow(), CARDS["H100"])
     assert usual.config.rollout.text_encoder == "resident"
     resident, offloaded, cached = (
         usual.rollout.phases,
@@ -141,3 +134,21 @@ def test_an_offloaded_encoder_counts_only_while_it_encodes() -> None:
     assert offloaded["encode"].peak - offloaded["encode"].resident == saved
     assert cached["denoise"].resident == offloaded["denoise"].resident
     assert cached["encode"].peak == cached["encode"].resident
+
+
+@pytest.mark.slow
+def test_a_process_that_samples_and_trains_holds_the_base_once() -> None:
+    """In the shape of experiment=qwen_image_1x80gb, with a base that is most of what is held; also by the plan."""
+    given = ["model.tiny.layers=2", "model.tiny.heads=16", "rollout.resolution=16", "lora.rank=2", "ticket_size=4"]
+    given += ["rollout.text_encoder=cached", "rollout.batch_size=2", "trainer.micro_batch_size=1"]
+    separate, shared = (
+        rehearse(compose_config("one_step_off", [*given, f"placement={where}"]), CARDS["H100"])
+        for where in ("separate", "shared")
+    )
+    rank, worker = separate.peaks()["trainer rank"].peak, separate.peaks()["rollout worker"].peak
+    peaks = shared.peaks()
+    assert peaks.keys() == {BOTH} and shared.rank.frozen_bytes > 0.4 * rank
+    assert max(rank, worker) < peaks[BOTH].peak <= rank + worker - shared.rank.frozen_bytes
+    plan = plan_memory(shared.config)
+    both = sum(in_one(plan.trainer, plan.rollout, full=False).parts.values())
+    assert both == pytest.approx(peaks[BOTH].peak, rel=0.1)

@@ -16,7 +16,6 @@ from torch import nn
 from async_flowrl.config.schema import ModelConfig
 from async_flowrl.policies.registry import ResolvedModel, resolve_model
 from async_flowrl.rollout import text_encoder
-from async_flowrl.rollout import text_encoder as stored_embeddings
 from async_flowrl.rollout.text_encoder import (
     DIGEST_BYTES,
     EmbeddingFiles,
@@ -60,13 +59,9 @@ class Visited:
         return [{"prompt_embeds": np.full(3, len(self.encoded), np.float32)} for _ in texts]
 
 
-def prompts_of(visited: Any) -> Prompts:
-    return Prompts(PolicyEncoder(visited, visited.visit))
-
-
 def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
     visited = Visited()
-    prompts = prompts_of(visited)
+    prompts = Prompts(PolicyEncoder(visited, visited.visit))
     first = prompts.embeddings([("red", None, False), (" ", None, True)])
     assert visited.encoded == [(1, "red", None, False), (1, " ", None, True)]
     assert prompts.embeddings([("red", None, False), (" ", None, True)])[1] is first[1]
@@ -120,10 +115,6 @@ def little_to_search() -> None:
     gc.freeze()
 
 
-def prompts(count: int) -> list[EmbeddingKey]:
-    return [(f"prompt {index}", None, False) for index in range(count)]
-
-
 class Scribe:
     """A policy that encodes a prompt as its letters, and counts how often it was loaded."""
 
@@ -142,8 +133,8 @@ class Scribe:
         return [{"prompt_embeds": np.frombuffer(letters, np.uint8).astype(np.float32)} for _ in texts]
 
 
-def stored(folder: Path, scribe: Scribe, upcoming: Sequence[EmbeddingKey] = (), **options: Any) -> StoredEmbeddings:
-    return StoredEmbeddings(EmbeddingFiles(folder, "e" * 64), scribe.load, upcoming, **options)
+def stored(folder: Path, scribe: Scribe) -> StoredEmbeddings:
+    return StoredEmbeddings(EmbeddingFiles(folder, "e" * 64), scribe.load)
 
 
 def test_what_is_on_disk_is_never_encoded_again(tmp_path: Path) -> None:
@@ -209,7 +200,7 @@ def test_the_digest_names_all_that_the_bits_depend_on(tmp_path: Path, monkeypatc
     (folder / "tokenizer" / "tokenizer_config.json").write_text("{}")
     others.append(digest())
     with monkeypatch.context() as edited:
-        edited.setattr(stored_embeddings, "source_digest", lambda family: f"{family}'s code, edited")
+        edited.setattr(text_encoder, "source_digest", lambda family: f"{family}'s code, edited")
         others.append(digest())
     assert len({base, *others}) == 7
     shutil.copytree(Path(model.path) / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)

@@ -46,20 +46,6 @@ def test_stop_ends_all_of_it(tmp_path: Path) -> None:
     running.stop()
 
 
-def test_a_program_that_is_deaf_to_sigterm_ends_with_the_code_of_sigkill(tmp_path: Path) -> None:
-    deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
-    log = tmp_path / "log"
-    running = Program([sys.executable, "-c", deaf], environment=dict(os.environ), log=log, grace=0.3)
-    end = time.monotonic() + 120
-    while "deaf" not in log.read_text():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    running.stop()
-    assert running.exit_code() == 137
-
-
 def test_its_end_is_the_end_of_what_it_started(tmp_path: Path) -> None:
     running = program(tmp_path, 60002)
     next(each for each in tree(60002) if each.cmdline()[-1].startswith("9")).kill()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,15 @@ import torch
 from async_flowrl.controller.endpoints import TrainerEndpoint
 from async_flowrl.controller.rank_weights import ShardedWeights
 from async_flowrl.policies.registry import resolve_model
-from checkpoint_engine import PROOF_VERSION, RING, Ack, Delivery, DeliveryOptions, Header, Receiver, check_binding
+from checkpoint_engine import PROOF_VERSION, Delivery, DeliveryOptions, Header, Receiver, check_binding
 from checkpoint_engine import tensor_probe as probe_of
 from separation.group import WorkerDied, WorkerFailed
 from separation.rendezvous import join_process_group
 from separation.supervise import together
 from tests.support.live import live_digest
 from tests.support.process_pool import ProcessPool
+from tests.unit.checkpoint_engine.engine_parts import End
+from tests.unit.checkpoint_engine.engine_virtual import failing
 from tests.unit.training.test_full_shards import full_config
 
 pytestmark = pytest.mark.serial("runs")
@@ -26,25 +28,6 @@ pytestmark = pytest.mark.serial("runs")
 SECONDS = 120.0
 BUCKET = 4000
 """Bytes, of which a version has many times as many."""
-
-
-@dataclass
-class End:
-    """A receiver as a Delivery calls it; the first bytes of the versions in `damaged` come with a flipped bit."""
-
-    name: str
-    receiver: Receiver
-    damaged: set[int] = field(default_factory=set)
-    node: str = "here"
-
-    async def receive(self, header: Header, payload: Any, slot: str = RING) -> Ack:
-        data = np.array(payload)
-        data[7] ^= header.version in self.damaged
-        self.damaged.discard(header.version)
-        return self.receiver.receive(header, data, slot)
-
-    async def relay(self, header: Header, slot: str = RING) -> Any:
-        return self.receiver.export(header.stream, header.version, slot)[1]
 
 
 @dataclass
@@ -57,10 +40,10 @@ class Site:
     headers: dict[int, Header]
     replaced: list[str]
 
-    def end(self, name: str, damaged: set[int] | None = None) -> End:
-        header = self.proof[0]
-        live = {name: tensor.clone() for name, tensor in header.layout.views(header.layout.empty().zero_()).items()}
-        return End(name, Receiver(live, capacity=2, on_host=True), damaged or set())
+    def end(self, name: str, fault: Callable[..., Any] | None = None) -> End:
+        layout = self.proof[0].layout
+        live = {name: tensor.clone() for name, tensor in layout.views(layout.empty().zero_()).items()}
+        return End(Receiver(live, capacity=2, on_host=True), name, fault=fault)
 
     async def publish(self, version: int) -> None:
         await self.delivery.publish(version)
@@ -116,7 +99,7 @@ def test_what_arrives_are_the_masters_and_an_older_version_is_gathered_between_t
             wanted.append(await site.masters())
             await site.publish(version)
         assert [version for _, version, _ in end.receiver.held()] == [0, 1]
-        late = site.end("late", damaged={0})
+        late = site.end("late", failing(1))
         async with site.weights.training:  # The ranks train.
             joining = asyncio.ensure_future(site.delivery.join(late, [0, 1]))
             await asyncio.sleep(0.5)

@@ -10,7 +10,7 @@ from tests.support import trainer_rig as rig
 
 @pytest.mark.extended
 def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_rounded() -> None:
-    """Half the bytes; binding proof and a version of the trained weights, and the same output bit for bit."""
+    """Half the bytes; with them a layer has the same output bit for bit (tests/unit/policies/test_lora_layer.py)."""
     config = rig.tiny_config(learning_rate=1e-2)
     config.model.dtype = "bfloat16"
     worker, sampler = rig.trainer(config), rig.Sampler(config)
@@ -27,10 +27,6 @@ def test_a_bfloat16_base_is_sent_versions_in_bfloat16_that_are_the_masters_round
     assert sum(t.nbytes for t in held.values()) * 2 == sum(t.nbytes for t in masters.values())
     for name, tensor in held.items():
         assert torch.equal(tensor, torch.from_numpy(masters[name]).to(torch.bfloat16)), name
-    layers = (lora_modules(policy.transformer).values() for policy in (worker.policy, sampler.policy))
-    for mine_, theirs in zip(*layers, strict=True):
-        x = torch.randn(3, mine_.in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-        assert torch.equal(mine_(x.to(worker.device)).cpu(), theirs(x))
 
 
 def test_the_proof_proves_the_binding_and_trains_nothing() -> None:
