@@ -160,16 +160,6 @@ def test_a_quantised_base_is_advised_where_no_cheaper_setting_is_enough() -> Non
     assert not any("model.quantize" in change for change in changes(process, config))
 
 
-@pytest.mark.extended
-def test_text_encoders_are_counted_with_a_quarter_that_is_not_quantised() -> None:
-    config = tiny("model.quantize_text_encoder=int8", "rollout.text_encoder=resident")
-    parameters = 1_000_000
-    counted = replace(model_sizes(config), text_bytes=0)
-    assert rollout_footprint(config, counted).parts["text encoders"] == 0
-    elements = replace(stored_elements(resolve_model(config.model).path), text_encoders=parameters)
-    assert stored_sizes(config, elements, itemsize=2).text_bytes == pytest.approx(1.25 * parameters, rel=1e-3)
-
-
 @pytest.mark.parametrize(("name", "most"), [("int8", 2), ("nf4", 4)])
 def test_a_layer_makes_its_weights_in_little_memory(name: str, most: int) -> None:
     """Bytes for each; with four bits two of them are gone before the product begins."""

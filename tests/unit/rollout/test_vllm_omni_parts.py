@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from async_flowrl.config.schema import Config, LoraConfig
-from async_flowrl.policies.lora import lora_parameters
-from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.vllm_omni.engine import VllmOmniError, reply
-from async_flowrl.rollout.vllm_omni.engine_settings import Names, Unpacked, network_shapes
+from async_flowrl.rollout.vllm_omni.engine_settings import Names, Unpacked
 from checkpoint_engine import base_digest
 from tests.support.shared_models import SharedModels
-from tests.support.tiny import adapted_policy
 
 PACKED = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
 NAMES = Names(PACKED, flat=True)
@@ -87,19 +83,6 @@ def find(tensor: Tensor, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> 
             if torch.equal(whole[start : start + tensor.shape[0]], tensor):
                 return theirs[name][start : start + tensor.shape[0]]
     raise AssertionError("gathered what no rank holds")
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("targets", [None, ["attn.to_q", "attn.to_out.0"]])
-def test_the_adapter_and_the_base_have_known_shapes_without_weights(
-    targets: list[str] | None, shared_models: SharedModels
-) -> None:
-    config = Config(lora=LoraConfig(rank=4, targets=targets))
-    shapes = network_shapes(config, resolve_model(config.model))
-    adapted = lora_parameters(adapted_policy(config=config.lora, parts="transformer").transformer)
-    assert shapes.adapter == {name: tuple(parameter.shape) for name, parameter in adapted.items()}
-    bare = dict(shared_models.tiny.transformer.named_parameters())
-    assert shapes.base == {name: tuple(parameter.shape) for name, parameter in bare.items()}
 
 
 FAILURES: Sequence[tuple[Any, str]] = [

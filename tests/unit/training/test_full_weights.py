@@ -2,7 +2,6 @@
 
 import functools
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,33 +10,26 @@ from torch import nn
 
 from async_flowrl.config.schema import Config
 from async_flowrl.training.flat import FlatParameters
-from async_flowrl.training.trainer_worker import TrainerWorker
 from checkpoint_engine import PROOF_VERSION, check_binding, weights_digest
 from tests.support import trainer_rig as rig
 
 BF16 = torch.bfloat16
 
 
-def full_config(dtype: str = "float32", **trainer: Any) -> Config:
-    config = rig.tiny_config(**{"learning_rate": 1e-3, **trainer})
+def full_config(dtype: str = "float32") -> Config:
+    config = rig.tiny_config(learning_rate=1e-3)
     config.tune, config.model.dtype = "full", dtype
     config.model.tiny.heads, config.model.tiny.layers = 2, 2
     return config
 
 
-def trained(dtype: str, **options: Any) -> tuple[TrainerWorker, rig.Site, dict[str, np.ndarray], Any]:
-    """A rank and a site after one step from version 0, the weights before it, and its statistics."""
-    config = full_config(dtype, **options)
-    worker, site = rig.trainer(config), rig.Site(config)
-    before = rig.weights(worker)
-    stats = rig.update(worker, 0, [site.sampler.group(0, 0)])
-    return worker, site, before, stats
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_changes_every_parameter_and_its_version_is_the_whole_network(dtype: str) -> None:
-    worker, site, before, stats = trained(dtype)
+    config = full_config(dtype)
+    worker, site = rig.trainer(config), rig.Site(config)
+    before = rig.weights(worker)
+    stats = rig.update(worker, 0, [site.sampler.group(0, 0)])
     names = dict(worker.policy.transformer.named_parameters())
     after = rig.weights(worker)
     assert after.keys() == names.keys() and all(array.dtype == np.float32 for array in after.values())
