@@ -98,9 +98,7 @@ def test_a_sharded_base_is_gathered_and_let_go() -> None:
     """FSDP2 frees what it gathers by resizing its storage to nothing; it holds two of three blocks whole at once."""
     given = ["model.tiny.layers=3", "trainer.num_workers=4", "trainer.micro_batch_size=2"]
     given += ["rollout.resolution=16", "algorithm.correction=none"]
-    whole, sharded = (
-        rank_alone(*FOUR_RANKS, "algorithm.correction=none", f"trainer.shard={shard}") for shard in ("none", "full")
-    )
+    whole, sharded = (rank_alone(*given, f"trainer.shard={shard}") for shard in ("none", "full"))
     assert sharded.layout == "fsdp2 over 4" and whole.layout == "whole on each of 4"
     weights = 4 * whole.sizes.base_parameters
     saved = whole.phases["forward"].resident - sharded.phases["forward"].resident
