@@ -18,11 +18,11 @@ SHARED = {
         "rollout.gpus_per_worker=0.5 lets several rollout workers share a device",
     ),
 }
-APART = {
-    "a GPU each": (),
-    "more than half each": ("trainer.gpus_per_worker=0.6", "rollout.gpus_per_worker=0.6", "rollout.num_workers=3"),
-    "one rollout worker of half": ("rollout.gpus_per_worker=0.5",),
-}
+APART = [
+    [],
+    ["trainer.gpus_per_worker=0.6", "rollout.gpus_per_worker=0.6", "rollout.num_workers=3"],
+    ["rollout.gpus_per_worker=0.5"],
+]
 
 
 @pytest.mark.parametrize("case", SHARED)
@@ -41,9 +41,9 @@ def test_nccl_is_refused_where_two_of_its_ranks_may_meet_on_one_device(case: str
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("case", APART)
-def test_nccl_is_allowed_where_every_worker_has_a_device_of_its_own(case: str) -> None:
-    config = compose_config(overrides=[*APART[case], "checkpoint_engine.transport=nccl"])
+@pytest.mark.parametrize("overrides", APART)
+def test_nccl_is_allowed_where_every_worker_has_a_device_of_its_own(overrides: list[str]) -> None:
+    config = compose_config(overrides=[*overrides, "checkpoint_engine.transport=nccl"])
     assert nccl_obstacle(config) is None
     check(config)
 

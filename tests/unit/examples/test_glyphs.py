@@ -12,7 +12,6 @@ from async_flowrl.config.schema import DataConfig, ModelConfig, TinyConfig
 from async_flowrl.data.load import load_data
 from async_flowrl.policies.qwen_image import tiny_pipeline
 from async_flowrl.policies.registry import load_policy, resolve_model
-from async_flowrl.types import Sampling
 from examples.glyphs.audit import before_after, sharpness, template_accuracy
 from examples.glyphs.flow import train_flow
 from examples.glyphs.pretrain import save
@@ -68,12 +67,7 @@ def test_training_moves_both_networks_and_the_folder_is_a_model(pipeline: QwenIm
     assert [entry.name for entry in tmp_path.iterdir()] == ["glyphs"]
     resolved = resolve_model(ModelConfig(path=str(tmp_path / "glyphs")))
     policy = load_policy(resolved, dtype="float32", device="cpu", parts="all")
-    assert policy.latent_shape(SIDE) == (16, 64)
-    [text] = policy.encode([prompt("CAT")])
-    positive = {"prompt_embeds": torch.from_numpy(text["prompt_embeds"])}
-    sampling = Sampling(SIDE, 2, 1.0, 0.0, " ", "ode", 0.0)
-    velocity = policy.velocity(torch.zeros(1, 16, 64), torch.ones(1), positive, None, sampling)
-    assert velocity.shape == (1, 16, 64)
+    assert policy.latent_shape(SIDE) == (16, 64) and policy.encode([prompt("CAT")])[0]["prompt_embeds"].any()
 
 
 @pytest.mark.extended

@@ -18,10 +18,9 @@ from async_flowrl.policies.registry import ResolvedModel, keep_copy, load_policy
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.tiny import build_tiny
 from async_flowrl.policies.tuning import LoraTuning
-from async_flowrl.types import Sampling
 from checkpoint_engine import base_digest
 from tests.support.failing_disk import Torn, failing_disk
-from tests.support.families import TWO_AND_SLOW
+from tests.support.families import TWO_AND_SLOW, conditioning, how, latents
 
 BITS = {"int8": 8.0, "fp8": 8.0, "int4": 4.25, "nf4": 4.25}
 """Of a weight in a large bfloat16 layer, without the share of a row's one scale."""
@@ -94,12 +93,8 @@ def loaded(model: ResolvedModel, parts: str) -> PipelinePolicy:
 
 
 def velocity(policy: PipelinePolicy) -> Tensor:
-    sampling = Sampling(32, 4, 1.0, 3.5 if policy.embeds_guidance else 0.0, "", "sde", 1.0)
-    encoded = policy.encode(["red red red red"])[0] if policy.pipeline.text_encoder is not None else None
-    assert encoded is not None
-    noise = torch.randn(2, *policy.latent_shape(32), generator=torch.Generator().manual_seed(0))
-    conditioning = {name: torch.from_numpy(value) for name, value in encoded.items()}
-    return policy.velocity(noise, torch.tensor([0.9, 0.4]), conditioning, None, sampling)
+    positive, _ = conditioning(policy)
+    return policy.velocity(latents(policy, 2), torch.tensor([0.9, 0.4]), positive, None, how(policy.family))
 
 
 @pytest.mark.parametrize("family", TWO_AND_SLOW)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import diffusers
 import pytest
 import torch
+from torch import Tensor
 
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
@@ -39,28 +40,28 @@ def test_videos_are_the_stock_pipelines(
 ) -> None:
     sampling = replace(how(name, cfg=cfg), resolution=size, true_cfg_scale_2=second)
     assert load_family("wan").guidance_arguments(sampling).get("guidance_scale_2") == second
-    same_videos(shared_models.policy(name), shared_models.pipeline(name), sampling)
+    policy = shared_models.policy(name)
+    same_videos(policy, shared_models.pipeline(name), sampling, *conditioning(policy))
 
 
-def same_videos(policy: PipelinePolicy, pipeline: Any, sampling: Sampling) -> None:
-    """Asserts that policy and stock pipeline make the same two videos, at most one level of 255 apart."""
+def noise(policy: PipelinePolicy, sampling: Sampling) -> Tensor:
+    shape = policy.latent_shape(sampling.resolution)
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def same_videos(policy: PipelinePolicy, pipeline: Any, sampling: Sampling, *branches: Any, **options: Any) -> Any:
+    """Asserts that policy and stock pipeline make the same two videos, at most one level of 255 apart; returns them."""
     frames, height, width = size = cast("tuple[int, int, int]", sampling.resolution)
-    start = torch.randn(2, *policy.latent_shape(size), generator=torch.Generator().manual_seed(0))
-    theirs = pipeline(
-        [TEXT] * 2,
-        **load_family("wan").guidance_arguments(sampling) | {"negative_prompt": [NEGATIVE] * 2},
-        height=height,
-        width=width,
-        num_frames=frames,
-        num_inference_steps=STEPS,
-        latents=start,
-        output_type="pt",
-        max_sequence_length=24,
-    ).frames
-    ours = policy.decode(denoised(policy, start, sampling, *conditioning(policy), steps=STEPS), size)
+    start = noise(policy, sampling)
+    guidance = load_family("wan").guidance_arguments(sampling) | {"negative_prompt": [NEGATIVE] * 2}
+    asked = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": STEPS, "latents": start}
+    options = {"prompt": [TEXT] * 2, "output_type": "pt", "max_sequence_length": 24, **guidance, **asked, **options}
+    theirs = pipeline(**options).frames
+    ours = policy.decode(denoised(policy, start, sampling, *branches, steps=STEPS), size)
     assert ours.dtype == torch.uint8 and ours.shape == (2, *size, 3)
     assert (ours.int() - (255 * theirs.movedim(2, -1)).round().int()).abs().max() <= 1
     assert (ours[:, 0].float() - ours[:, -1].float()).abs().mean() > 1, "its frames differ"
+    return ours
 
 
 @pytest.mark.extended
@@ -133,4 +134,4 @@ def test_the_5b_model_is_text_to_video_by_the_same_road(cfg: float) -> None:
     assert policy.latent_shape((5, 64, 96)) == (48, 2, 4, 6)
     with pytest.raises(ValueError, match=r"multiples of 32, .* 64 × 80"):
         policy.latent_shape((5, 64, 80))
-    same_videos(policy, pipeline, replace(how("wan", cfg=cfg), resolution=(5, 64, 96)))
+    same_videos(policy, pipeline, replace(how("wan", cfg=cfg), resolution=(5, 64, 96)), *conditioning(policy))
