@@ -3,10 +3,11 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+Answer = bytes | Callable[[bytes], bytes] | None
 JSON = "Content-Type: application/json\r\n"
 
 
@@ -14,10 +15,11 @@ JSON = "Content-Type: application/json\r\n"
 class LyingServer:
     """Sends `answers` byte by byte as they are, the last one again and again; None closes the connection instead.
 
-    After an answer that ends with STALL, the connection stays silent for 60 s.
+    One that is a function gets the request and returns the answer. After an answer that ends with STALL, the
+    connection stays silent for 60 s.
     """
 
-    answers: Sequence[bytes | None]
+    answers: Sequence[Answer]
     asked: list[bytes] = field(default_factory=list)
     """Heads and bodies of the requests."""
     times: list[float] = field(default_factory=list)
@@ -42,6 +44,8 @@ class LyingServer:
                 self.times.append(time.monotonic())
                 if answer is None:
                     return
+                if callable(answer):
+                    answer = answer(request)
                 connection.sendall(answer)
                 if b"Content-Length" not in answer:
                     return
@@ -72,7 +76,7 @@ def answer(status: str, body: str | bytes = "", headers: str = JSON, *, length: 
 
 
 @contextmanager
-def lying(*answers: bytes | None) -> Iterator[LyingServer]:
+def lying(*answers: Answer) -> Iterator[LyingServer]:
     """Yields a server with these answers, which listens until the block ends."""
     server = LyingServer(answers)
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -35,42 +35,32 @@ def counted() -> Iterator[pyarrow.MemoryPool]:
         pyarrow.set_memory_pool(usual)
 
 
-def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, **options)
-    return path
-
-
-def texts(count: int = ROWS) -> list[str]:
-    return [f"a cat {number}" for number in range(count)]
-
-
-def column() -> dict[str, Any]:
-    return {"prompt": texts(), "system_prompt": [LONG] * ROWS}
+TEXTS = [f"a cat {number}" for number in range(ROWS)]
+PREFIXES = {"use_dictionary": False, "column_encoding": {"prompt": "PLAIN", "system_prompt": "DELTA_BYTE_ARRAY"}}
 
 
 def messages() -> dict[str, Any]:
     """verl's layout: the same long system prompt in every row's messages."""
     system = {"role": "system", "content": LONG}
-    return {"prompt": [[system, {"role": "user", "content": text}] for text in texts()]}
+    return {"prompt": [[system, {"role": "user", "content": text}] for text in TEXTS]}
 
 
-def categories() -> dict[str, Any]:
-    return {"prompt": texts(), "system_prompt": pyarrow.array([LONG] * ROWS).dictionary_encode()}
-
-
-PREFIXES = {"use_dictionary": False, "column_encoding": {"prompt": "PLAIN", "system_prompt": "DELTA_BYTE_ARRAY"}}
+def column(categories: bool = False) -> dict[str, Any]:
+    texts = pyarrow.array([LONG] * ROWS)
+    return {"prompt": TEXTS, "system_prompt": texts.dictionary_encode() if categories else texts}
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("given", "options"),
-    [(column, {}), (messages, {}), (column, PREFIXES), (categories, {})],
+    [(column, {}), (messages, {}), (column, PREFIXES), (lambda: column(categories=True), {})],
     ids=["column", "messages", "prefixes", "categories"],
 )
 def test_long_repeated_texts_are_decoded_in_bounded_memory(
     tmp_path: Path, given: Callable[[], dict[str, Any]], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path / "repeated.parquet", given(), **options)
+    path = tmp_path / "repeated.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(given()), path, **options)
     assert path.stat().st_size < BOUND / 50 and DECODED > 2 * BOUND
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with counted() as pool:

@@ -8,7 +8,6 @@ import diffusers
 import pytest
 import torch
 
-from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.image_file import opened
 from async_flowrl.policies import wan
@@ -127,33 +126,6 @@ def test_what_it_needs_is_said() -> None:
             shapes_of(resolve_model(config_of("wan21")), size, images=1)
     with pytest.raises(ValueError, match=r"max_sequence_length must be 512 .*, got 24"):
         shapes_of(resolve_model(replace(config_of("wan21"), max_sequence_length=24)), (5, 32, 32), images=1)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "channels", "condition"),
-    [
-        ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", 16, (20, 21, 60, 104)),
-        ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", 16, (20, 21, 60, 104)),
-        ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", 48, (48, 1, 30, 52)),
-    ],
-)
-def test_published_models_take_their_inputs(name: str, channels: int, condition: tuple[int, ...]) -> None:
-    """Of two blocks on the meta device, which computes shapes alone."""
-    architecture, family, size = architectures()[name], cast("Any", load_family("wan_image")), (81, 480, 832)
-    short = {**architecture.transformer, "num_layers": 2}
-    network = family.network(short, torch.bfloat16, architecture.boundary_ratio)
-    policy = family.policy_of(network, None, architecture.vae, dtype=torch.bfloat16)
-    latents, inputs = policy.shapes(size)
-    assert inputs["condition"] == condition and latents[0] == channels
-    assert ("image_embeds" in inputs) == ("2.1" in name)
-    branch = {key: torch.empty(shape, device="meta") for key, shape in inputs.items()}
-    x, sigma = torch.empty(1, *latents, device="meta"), torch.empty(1, device="meta")
-    for expert in network.children() if policy.experts else [network]:
-        # Positions are buffers with values, elsewhere than these inputs.
-        policy.transformer = expert.to("meta")
-        velocity = policy.velocity(x, sigma, branch, None, replace(how("wan"), resolution=size))
-        assert velocity.shape == x.shape and velocity.dtype == torch.float32
 
 
 def test_a_folder_of_text_to_video_is_looked_at_as_the_family_says(tmp_path: Path) -> None:

@@ -3,15 +3,21 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from async_flowrl.config.schema import RewardConfig
+from async_flowrl.config.schema import RewardConfig, RewardTerm
 from async_flowrl.rewards.base import PromptRefused
 from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import ByteArray, Prompt, Scores
 
 meeting = threading.Barrier(2)
+
+
+def own(name: str, weight: float = 1.0, **options: Any) -> RewardTerm:
+    """The term of one of the rewards below."""
+    return RewardTerm(weight=weight, name=f"{__name__}:{name}", options=options)
 
 
 def scored(config: RewardConfig, prompt: Prompt, *images: ByteArray) -> Scores:

@@ -25,9 +25,8 @@ from tests.support.reward_server import served
 from tests.support.scripted_judge import Request, completion, scripted_judge
 from tests.unit.rewards import own_rewards
 from tests.unit.rewards.asked_judge import judge, pixel
-from tests.unit.rewards.own_rewards import scored
+from tests.unit.rewards.own_rewards import own, scored
 
-OWN = "tests.unit.rewards.own_rewards"
 IMAGES = np.array([7, 9, 30], dtype=np.uint8)[:, None, None, None] * np.ones((3, 8, 12, 3), dtype=np.uint8)
 
 
@@ -46,10 +45,6 @@ def edit(tmp_path: Path) -> Prompt:
 
 def score(prompt: Prompt, images: ByteArray = IMAGES, **terms: RewardTerm) -> Scores:
     return scored(RewardConfig(terms=terms, backoff=0.0), prompt, images)
-
-
-def own(name: str, **options: Any) -> RewardTerm:
-    return RewardTerm(name=f"{OWN}:{name}", options=options)
 
 
 def test_a_reward_gets_the_images_of_its_prompt_which_are_read_once(edit: Prompt) -> None:

@@ -15,14 +15,10 @@ from async_flowrl.rewards.base import RewardError
 from async_flowrl.rewards.registry import build_reward, check_rewards, is_deterministic
 from async_flowrl.rewards.reward_worker import RewardWorker
 from async_flowrl.types import Prompt, Scores
-from tests.unit.rewards.own_rewards import scored
+from tests.unit.rewards.own_rewards import own, scored
 
 PROMPT = Prompt(3, 'red "abc"', target="abc")
 IMAGES = np.arange(4, dtype=np.uint8)[:, None, None, None] * np.ones((4, 8, 8, 3), dtype=np.uint8)
-
-
-def own(name: str, weight: float = 1.0, **options: Any) -> RewardTerm:
-    return RewardTerm(weight=weight, name=f"tests.unit.rewards.own_rewards:{name}", options=options)
 
 
 def terms(**names: str | RewardTerm) -> RewardConfig:

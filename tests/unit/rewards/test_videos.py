@@ -16,17 +16,16 @@ from async_flowrl.rewards.image_statistics import flicker, motion
 from async_flowrl.rewards.registry import check_groups
 from async_flowrl.types import ByteArray, Prompt, Scores
 from tests.support.reward_server import served
-from tests.unit.rewards.own_rewards import scored
+from tests.unit.rewards.own_rewards import own, scored
 
-OWN = "tests.unit.rewards.own_rewards"
 PROMPT = Prompt(0, "a cat")
 FRAMES = np.array([[9, 1, 2, 3, 4], [10, 11, 12, 13, 5]], dtype=np.uint8)
 VIDEOS = FRAMES[:, :, None, None, None] * np.ones((2, 5, 8, 8, 3), dtype=np.uint8)
 
 
 def score(name: str, images: ByteArray = VIDEOS, options: dict[str, Any] | None = None, **settings: Any) -> Scores:
-    term = RewardTerm(name=f"{OWN}:{name}", options=options or {})
-    return scored(RewardConfig(terms={"mine": term}, backoff=0.0, **settings), PROMPT, images[:1], images[1:])
+    config = RewardConfig(terms={"mine": own(name, **(options or {}))}, backoff=0.0, **settings)
+    return scored(config, PROMPT, images[:1], images[1:])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_a_server_gets_videos_and_has_the_scores_of_the_run_itself(batch: str, e
         with pytest.raises(ServerError, match="set video=true"):
             asyncio.run(HTTP(url, retries=0)(videos[:, 0], PROMPT))
         assert asyncio.run(http(videos[:, :1], PROMPT)) == [0.0] * 3, "videos of one frame"
-    with served(scorer(RewardConfig(terms={"mine": RewardTerm(name=f"{OWN}:first_pixel_of_one")}, frames=2))) as url:
+    with served(scorer(RewardConfig(terms={"mine": own("first_pixel_of_one")}, frames=2))) as url:
         found = asyncio.run(HTTP(url, video=True, retries=0)(videos, PROMPT))
         assert [each["score"] for each in found] == [220.0] * 3, "its own reward.frames"
 

@@ -12,7 +12,8 @@ import pytest
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.ocr import text_score
 from async_flowrl.types import Prompt
-from tests.support.scripted_judge import Request, ScriptedJudge, completion, http, scripted_judge
+from tests.support.lying_server import answer
+from tests.support.scripted_judge import Request, ScriptedJudge, completion, scripted_judge
 from tests.unit.rewards.asked_judge import IMAGES, PROMPT, ask, by_pixel, judge, pixel, scores
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
@@ -53,8 +54,8 @@ def test_the_number_behind_a_text_of_a_free_answer(server: ScriptedJudge) -> Non
         "Final Score: **3**\n- 2 cups": 0.6,
     }
     unified = judge(server, after="Final Score:", range=[0, 5])
-    for answer, expected in answers.items():
-        server.behaviour = lambda request, answer=answer: completion(answer)  # type: ignore[misc]
+    for said, expected in answers.items():
+        server.behaviour = lambda request, said=said: completion(said)  # type: ignore[misc]
         assert scores(unified, IMAGES[:1]) == [expected]
     assert "response_format" not in server.requests[0]
     server.behaviour = lambda request: completion('<think>{"score": 1}? no</think>\n{"score": 6, "why": "a cup"}')
@@ -66,8 +67,8 @@ def test_the_number_behind_a_text_of_a_free_answer(server: ScriptedJudge) -> Non
         "Final Score: nan": "has no single number",
         **{f"Final Score: {number}": "has no single number" for number in NUMBERS},
     }
-    for answer, message in lies.items():
-        server.behaviour = lambda request, answer=answer: completion(answer)  # type: ignore[misc]
+    for said, message in lies.items():
+        server.behaviour = lambda request, said=said: completion(said)  # type: ignore[misc]
         with pytest.raises(ServerError, match=message):
             ask(judge(server, after="Final Score:", range=[0, 5]), IMAGES[:1])
     server.behaviour = lambda request: completion("Final Score: 4", reason="length")
@@ -188,7 +189,7 @@ LIES = {
     "half an answer": (completion('{"score": 7', reason="length"), "no JSON, cut off at max_tokens"),
     "nothing": (completion(None), "gave no text"),
     "filtered": (completion("", reason="content_filter"), "finish_reason 'content_filter'"),
-    "refused": (http('{"error": "bad key sk-secret"}', "401 Unauthorized"), r"401 Unauthorized: .*bad key \*\*\*"),
+    "refused": (answer("401 Unauthorized", '{"error": "bad key sk-secret"}'), r"401 Unauthorized: .*bad key \*\*\*"),
 }
 
 
