@@ -42,10 +42,10 @@ def test_a_file_is_found_from_another_folder_with_what_lies_beside_it(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("mode", ["sync", "stream", "one_step_off", "fully_async"])
-def test_the_algorithm_of_the_docs_is_one_in_every_mode(folder: Path, mode: str) -> None:
+def test_the_algorithm_of_the_docs_is_one_in_every_mode(folder: Path) -> None:
     page = (ROOT / "docs/algorithms.md").read_text().split("## Your own")[1]
     (snippet,) = re.findall(r"```python\n(.*?)```", page.split("\n## ")[0], re.DOTALL)
     (folder / "docs_algorithm.py").write_text(snippet)
-    config = compose_config(mode, ["algorithm.name=../docs_algorithm.py:Unclipped"])
-    assert build_algorithm(config).name == "unclipped"
+    for mode in ("sync", "stream", "one_step_off", "fully_async"):
+        config = compose_config(mode, ["algorithm.name=../docs_algorithm.py:Unclipped"])
+        assert build_algorithm(config).name == "unclipped"

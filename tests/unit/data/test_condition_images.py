@@ -191,6 +191,7 @@ def test_families_take_images_or_refuse_them_by_name(picture: Path) -> None:
     for name, prompt, reason in (
         ("qwen_image", edit, "Qwen-Image makes images from text alone"),
         ("qwen_image_edit", Prompt(0, "it"), "Qwen-Image-Edit needs at least 1 image"),
+        ("flux_kontext", replace(edit, images=edit.images * 2), "takes at most 1 image"),
         ("tests.support.video:VideoFamily", edit, "makes images from text alone"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from async_flowrl.policies.pipeline import PipelinePolicy
-from tests.support.families import NAMES, adapted
+from async_flowrl.types import ConditionImage
+from tests.support.families import NAMES, adapted, to_edit
 from tests.support.shared_models import SharedModels
 
 
@@ -29,3 +30,9 @@ def plain(family: str, shared_models: SharedModels) -> PipelinePolicy:
 def pipeline(family: str, shared_models: SharedModels) -> Any:
     """diffusers' pipeline, without an adapter."""
     return shared_models.pipeline(family)
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[ConditionImage]:
+    """Two images to edit, of different aspect ratios."""
+    return to_edit(tmp_path_factory.mktemp("images"), (200, 300), (256, 128))

@@ -63,12 +63,6 @@ def small_images() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Images to edit, of different aspect ratios."""
-    return to_edit(tmp_path_factory.mktemp("images"), (200, 300), (256, 128))
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -21,8 +21,8 @@ from async_flowrl.policies import registry
 from async_flowrl.policies.pipeline import PipelinePolicy, over_white
 from async_flowrl.policies.registry import PromptCheck, family_of, load_pipeline, resolve_model
 from async_flowrl.policies.tiny import build_tiny
-from async_flowrl.types import Prompt
-from tests.support.families import NAMES, NEGATIVE, how, model_config, on_white, policy_of, to_edit
+from async_flowrl.types import ConditionImage, Prompt
+from tests.support.families import NAMES, NEGATIVE, how, model_config, on_white, policy_of
 from tests.support.shared_models import SharedModels
 from tests.support.tiny import tensors
 
@@ -96,9 +96,8 @@ def test_a_known_layout_gives_the_bits_of_diffusers_forward(dtype: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.fixture(scope="module")
-def edit(tmp_path_factory: pytest.TempPathFactory) -> Prompt:
-    images = to_edit(tmp_path_factory.mktemp("images"), (200, 300), (256, 128))
+@pytest.fixture
+def edit(images: list[ConditionImage]) -> Prompt:
     return Prompt(0, TEXTS[0], images=tuple(images))
 
 

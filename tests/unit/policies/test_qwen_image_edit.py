@@ -9,18 +9,16 @@ import torch
 from transformers import AutoTokenizer
 
 from async_flowrl.policies.registry import PromptCheck, load_family, resolve_model, shapes_of
-from async_flowrl.types import Prompt, TextWithImages
-from tests.support.families import model_config, policy_of, to_edit
+from async_flowrl.types import ConditionImage, Prompt, TextWithImages
+from tests.support.families import model_config, policy_of
 from tests.support.shared_models import SharedModels
 
 FAMILY, TEXT, NEGATIVE = "qwen_image_edit", "make the house blue", "grey"
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
-    """With one and with two images, of different aspect ratios."""
-    images = tuple(to_edit(tmp_path_factory.mktemp("images"), (200, 300), (256, 128)))
-    return [Prompt(0, TEXT, negative=NEGATIVE, images=images[:count]) for count in (1, 2)]
+def prompts(images: list[ConditionImage]) -> list[Prompt]:
+    return [Prompt(0, TEXT, negative=NEGATIVE, images=tuple(images[:count])) for count in (1, 2)]
 
 
 def test_prompts_with_too_many_tokens_are_refused_before_a_worker_reads_them(

@@ -16,8 +16,8 @@ from async_flowrl.policies.registry import load_family, load_pipeline, load_poli
 from async_flowrl.policies.tiny import spread_norms
 from async_flowrl.rollout.text_encoder import encode_one
 from async_flowrl.tickets.request import asked_of
-from async_flowrl.types import Prompt, Sampling
-from tests.support.families import NEGATIVE, TEXT, denoised, how, to_edit
+from async_flowrl.types import ConditionImage, Prompt, Sampling
+from tests.support.families import NEGATIVE, TEXT, denoised, how
 from tests.support.tiny import tensors
 from tests.unit.policies.test_wan import STEPS, noise, same_videos, ti2v_5b
 from tests.unit.rollout.trajectories import replayed, trajectory_of
@@ -47,8 +47,8 @@ def first_frame(config: TinyConfig) -> Any:
 
 
 @pytest.fixture(scope="module")
-def prompt(tmp_path_factory: pytest.TempPathFactory) -> Prompt:
-    return Prompt(0, TEXT, negative=NEGATIVE, images=tuple(to_edit(tmp_path_factory.mktemp("images"), (80, 120))))
+def prompt(images: list[ConditionImage]) -> Prompt:
+    return Prompt(0, TEXT, negative=NEGATIVE, images=(images[0],))
 
 
 def config_of(kind: str) -> ModelConfig:
