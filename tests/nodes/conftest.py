@@ -1,17 +1,13 @@
 """Fixtures of the tests on pretended nodes; the tests are skipped, with a reason, where namespaces are not allowed."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.nodes.node_runs import TINY
-from tests.nodes.pretended_nodes import ROOT, Nodes, obstacle
+from tests.integration.runs import WHOLE, train
+from tests.nodes.pretended_nodes import Nodes, obstacle
 
 
 @pytest.fixture(scope="session")
@@ -49,12 +45,8 @@ def one_node_digest(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def digest(steps: int) -> str:
         if steps not in known:
-            root = tmp_path_factory.mktemp("one_node") / "run"
-            words = [*TINY, "runtime.backend=local", f"total_steps={steps}", f"output_dir={root}"]
-            command = [sys.executable, "-m", "benchmarks.disturbed", "--config-name", "one_step_off", *words]
-            environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-            subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=300)
-            known[steps] = str(json.loads((root / "summary.json").read_text())["weights_digest"])
+            folder = tmp_path_factory.mktemp("one_node")
+            known[steps] = train(folder, "one_step_off", *WHOLE, f"total_steps={steps}").digest
         return known[steps]
 
     return digest

@@ -1,6 +1,5 @@
 """Runs that are started on a pretended node, and helpers to read their output and files."""
 
-import json
 import subprocess
 import sys
 import time
@@ -9,19 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.integration import runs
 from tests.nodes.node_processes import end_tree
 from tests.nodes.pretended_nodes import Node
 
-TINY = (
-    "group_size=4",
-    "trainer.micro_batch_size=4",
-    "evaluate.every=0",
-    "evaluate.before_training=false",
-    "monitor.report=false",
-    "console=lines",
-    "checkpoint_engine.setup_seconds=20",
-    "deadlines.load=120",
-)
+TINY = (*runs.TINY, *runs.WHOLE, "checkpoint_engine.setup_seconds=20", "deadlines.load=120")
 LIMIT = 300.0
 """Time limit of each wait for a run, in seconds."""
 HEADLESS = 60.0
@@ -69,15 +60,15 @@ class RunOnNodes:
 
     @property
     def last_step(self) -> int:
-        return max((int(line["step"]) for line in lines(self.root / "metrics.jsonl") if "step" in line), default=0)
+        return max((int(line["step"]) for line in runs.Run(self.root).metrics if "step" in line), default=0)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return lines(self.root / "events.jsonl")
+        return runs.Run(self.root).events
 
     @property
     def digest(self) -> str:
-        return str(json.loads((self.root / "summary.json").read_text())["weights_digest"])
+        return runs.Run(self.root).digest
 
     @property
     def log(self) -> str:
@@ -97,13 +88,6 @@ class RunOnNodes:
             elif event["event"] == "ticket" and event["kind"] == "train" and event["state"] == "TRAINED":
                 found.append((event["step"], event["ordinal"]))
         return found
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the complete lines of a file of JSON lines; empty if there is no file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def start(driver: Node, root: Path, *overrides: str, **environment: str) -> RunOnNodes:

@@ -126,10 +126,7 @@ class Node:
     seats: Mapping[str, float]
     spaces: Namespaces
     switch: Namespaces
-    store_bytes: int = 100_000_000
     environment: Mapping[str, str] = field(default_factory=dict)
-    ray_options: Sequence[str] = ()
-    """Further arguments for `ray start`."""
 
     def start(self, *command: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subprocess.Popen[str]":
         """Starts a program on this node, in the folder /, so that it imports the installed code as Ray's workers do."""
@@ -183,9 +180,8 @@ class Node:
             f"--node-name={self.name}",
             "--num-cpus=6",
             f"--resources={json.dumps(dict(self.seats))}",
-            f"--object-store-memory={self.store_bytes}",
+            "--object-store-memory=100000000",
             "--disable-usage-stats",
-            *self.ray_options,
             seconds=START_SECONDS,
             RAY_AUTH_MODE="token",
         )
@@ -247,14 +243,14 @@ class Nodes:
     def ray_address(self) -> str:
         return f"{self.head.address}:{PORT}"
 
-    def add(self, seats: Mapping[str, float], *, shm: str = "160m", scratch: str = "200m", **changes: Any) -> Node:
+    def add(self, seats: Mapping[str, float], **changes: Any) -> Node:
         """Adds and returns one more node, with its cable connected, without Ray."""
         assert self._switch is not None
         name = f"node{len(self.nodes) + 1}"
         folder = self.folder / name
         folder.mkdir(parents=True)
         kinds = ["net", "mount", "uts", "pid", "ipc"]
-        spaces = Namespaces.open(kinds, name, str(folder), shm, scratch)
+        spaces = Namespaces.open(kinds, name, str(folder), "160m", "200m")
         address = f"{NETWORK}.{len(self.nodes) + 1}"
         node = Node(name, address, folder, seats, spaces, self._switch, **{**self._each, **changes})
         self.nodes.append(node)

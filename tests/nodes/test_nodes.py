@@ -1,4 +1,4 @@
-"""Tests of runs over several nodes: the weights are those of a run on one node, and wrong set-ups are refused early."""
+"""Tests of runs over several nodes: the weights are those of a run on one node, and a wrong token is refused."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,13 +21,6 @@ def nodes(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     with Nodes(tmp_path_factory.mktemp("nodes"), SEATS) as made:
         made.start_ray()
         yield made
-
-
-def refused(nodes: Nodes, name: str, *overrides: str) -> str:
-    """Starts a run that must be refused and returns its output; checks that it has not trained."""
-    printed = start(nodes.head, nodes.folder / name, *POOLS, *overrides).finish(2)
-    assert not (nodes.folder / name / "metrics.jsonl").exists()
-    return printed
 
 
 @pytest.mark.parametrize("transport", ["object_store", "gloo"])
