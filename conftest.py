@@ -108,7 +108,6 @@ CLUSTERS = {
     SHARED_CLUSTER: "runs",
     "full_run": "runs",
     "stopped_run": "runs",
-    "existing_cluster": "clusters",
     "rig": "runs",
 }
 """Fixture that starts a cluster or an engine → the lane of the tests that use it, which need no mark."""

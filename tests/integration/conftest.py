@@ -97,27 +97,6 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> StoppedRun:
     return stopped_on_ray(tmp_path_factory.mktemp("stopped") / "run")
 
 
-@pytest.fixture(scope="module")
-def existing_cluster() -> Iterator[str]:
-    """Address of a Ray cluster of four CPUs, one trainer and two rollout devices, that somebody else started."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    head = {
-        "num_cpus": 4,
-        "resources": {"trainer": 1, "rollout": 2},
-        "object_store_memory": 100_000_000,
-        "include_dashboard": False,
-    }
-    cluster = Cluster()
-    started(lambda: cluster.add_node(**head))
-    try:
-        yield str(cluster.address)
-    finally:
-        cluster.shutdown()
-        ray.shutdown()
-
-
 _here: list[bool] = []
 """Not empty while the cluster of `ray_here` is up."""
 

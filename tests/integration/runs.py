@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,13 +37,13 @@ TRAINED = (*WHOLE, "total_steps=6", "trainer.learning_rate=0.03")
 """What decides about the weights of `full_run` (conftest.py)."""
 RECORDED = (
     "evaluate.before_training=true",
-    "evaluate.every=3",
-    "save.every=2",
+    "evaluate.every=4",
+    "save.every=4",
     "monitor.report=true",
     "monitor.tensorboard=true",
     "monitor.wandb=true",
 )
-"""Everything that a run can record."""
+"""Everything that a run can record, at steps of which the last is none by its number."""
 DELAYS = tuple(f"disturb.{stage}=0.3" for stage in ("generate", "score", "update", "publish"))
 GLOO = (
     "checkpoint_engine.transport=gloo",
@@ -190,8 +190,3 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a file of JSON objects."""
     text = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in text if line.endswith("\n")]
-
-
-def inverted(ordinals: Sequence[int]) -> bool:
-    """Whether anything was finished before something that comes earlier."""
-    return list(ordinals) != sorted(ordinals)

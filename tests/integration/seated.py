@@ -1,4 +1,4 @@
-"""A reward for tests that reports the devices that its worker may use; neither it nor its worker needs torch."""
+"""Rewards for tests that report the devices, and torch's threads, that their worker may use."""
 
 import os
 from typing import Any
@@ -12,3 +12,10 @@ def devices(images: Any, prompt: Any) -> list[float]:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = -1 if shown is None else len([device for device in shown.split(",") if device])
     return [float(count)] * len(images)
+
+
+def threads(images: Any, prompt: Any) -> list[float]:
+    """Only this one, and its worker, needs torch."""
+    import torch
+
+    return [float(torch.get_num_threads())] * len(images)

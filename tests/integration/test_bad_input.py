@@ -1,6 +1,5 @@
 """Tests of refused input: one clear line, no traceback, exit code 2, and nothing is written or started."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,23 +9,22 @@ from PIL import Image
 
 from async_flowrl.__main__ import main as verb
 from async_flowrl.main import home_expanded, main
-from tests.integration.runs import LIMIT, ROOT
 
 Refused = Callable[..., str]
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """What a command line is answered, once it has been refused: at once, or with `begun` after a run's first lines."""
+    """What a command line is answered, once it has been refused."""
 
-    def answer(arguments: Sequence[str], *, begun: bool = False) -> str:
+    def answer(arguments: Sequence[str]) -> str:
         monkeypatch.setattr(sys, "argv", ["main", *arguments])
         code = main()
         captured = capsys.readouterr()
         assert code == 2, captured.err
         assert "Traceback" not in captured.err
         assert captured.err.startswith("async_flowrl: ")
-        assert begun or captured.out == ""
+        assert captured.out == ""
         return captured.err.rstrip("\n")
 
     return answer
@@ -44,8 +42,6 @@ REFUSED: list[tuple[list[str], str]] = [
     # What is typed wrong: the key, and the nearest one where there is one.
     (["total_stepz=3"], "total_stepz total_steps"),
     (["+algorithm.clip_rato=1"], "algorithm.clip_rato clip_range"),
-    (["++rollout.num_worker=1"], "rollout.num_worker num_workers"),
-    (["+trainr.threads=1"], "trainr trainer"),
     (["learning_rte=1"], "trainer.learning_rate"),
     (["debug.delays.update=1"], "debug"),
     (["seed=1,2"], "seed --multirun"),
@@ -62,11 +58,8 @@ REFUSED: list[tuple[list[str], str]] = [
     (["model=qwen"], "model 'qwen_image'"),
     (["model=Qwen/Qwen-Image"], "model 'qwen_image' model.path"),
     (["reward=./mine.py:f"], "reward reward.terms"),
-    (["algorithm=flow_grop"], "'flow_grpo'"),
     (["algorithm=grpo"], "mean 'flow_grpo'"),
-    (["algorithm=nft"], "mean 'diffusion_nft'"),
     (["algorithm.name=flow_grop", HERE], "algorithm.name 'flow_grpo'"),
-    (["experiment=two_prompt"], "'two_prompts'"),
     (["mode=one_step"], "mode 'one_step_off'"),
     (["--config-name", "fully_asinc"], "'fully_async'"),
     (["model.path=/nowhere/model"], "/nowhere/model"),
@@ -78,21 +71,14 @@ REFUSED: list[tuple[list[str], str]] = [
     (["lora.path=/nowhere", HERE], "lora.path"),
     (["resume=yes"], "resume"),
     # Values of another type.
-    (["total_steps=many"], "total_steps"),
     (["rollout.num_workers=1.5"], "rollout.num_workers"),
+    (["lora.targets=3"], "lora.targets"),
     (["algorithm.clip_range=wide"], "algorithm.clip_range"),
     (["monitor.wandb=maybe"], "monitor.wandb"),
-    (["lora.targets=3"], "lora.targets"),
     (["trainer.betas=[0.1,0.2,0.3]"], "trainer.betas"),
     (["rollout=3"], "rollout"),
     (["algorithm.options=3"], "algorithm.options"),
-    (["rollout.environment=3"], "rollout.environment"),
-    # Values out of bounds (all bounds of the schema: tests/unit/config/test_schema.py).
-    (["group_size=1"], "group_size"),
-    (["trainer.learning_rate=nan"], "trainer.learning_rate"),
-    (["time_limit=0"], "time_limit"),
-    ([f"evaluate.seed={10**20}"], "evaluate.seed"),
-    (["rollout.true_cfg_scale=0.5"], "true_cfg_scale"),
+    # Values out of bounds, besides those of one key: tests/unit/config/test_schema.py.
     (["rollout.true_cfg_scale_2=3"], "rollout.true_cfg_scale_2 rollout.true_cfg_scale"),
     (["rollout.true_cfg_scale=4", "rollout.true_cfg_scale_2=3", "dry_run=true"], "true_cfg_scale_2 Qwen-Image"),
     (["model=tiny_wan22", *SHARED_BASE], "algorithm.window_per=group window_per=step trainer.shard=none"),
@@ -124,7 +110,6 @@ REFUSED: list[tuple[list[str], str]] = [
     ([WHOLE, "lora.path=x"], "lora.path"),
     ([WHOLE, "rollout.engine=vllm_omni"], "rollout.engine"),
     (["full.freeze=[x]"], "tune=full"),
-    (["placement=colocated"], "placement"),
     (["rollout.max_workers=4"], "runtime.address"),
     (["runtime.address=auto", "rollout.min_workers=3"], "rollout.max_workers"),
     (["rollout.tickets_per_batch=99", HERE], "rollout.tickets_per_batch"),
@@ -142,12 +127,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["reward.terms=3"], "reward.terms"),
     (["reward.terms={}", HERE], "reward=ocr"),
     (["reward.terms.color.weight=0"], "reward.terms color"),
-    (["reward.terms.color.weight=inf"], "reward.terms.color.weight"),
     (["reward.terms.color.weight=much"], "reward.terms.color.weight"),
     (["+reward.terms.ocr.weight=1"], "+reward.terms.ocr="),
     (["+reward.terms.x=1"], "+reward.terms.x="),
     (["reward.terms.colour.weight=2"], "'colour'"),
-    (["reward.terms.x.options.timeout=2"], "'x'"),
     (["reward.terms={ocr: {weihgt: 2}}"], "reward.terms.ocr 'weight'"),
     (["reward.terms={'ocr': {}}"], "quotes"),
     (["reward.terms.color.name=ocrr"], "'ocrr' 'ocr'"),
@@ -161,11 +144,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["+reward.terms.x={serve: {command: 'a {port}', port: 65535, replicas: 2}}", HERE], "serve.port replicas 65535"),
     (["+reward.terms.x={serve: {command: 'nosuch {port}'}}", HERE], "reward.terms.x.serve.command 'nosuch'"),
     (["+reward.terms.x={name: vlm_judge, options: {model: a}}", HERE], "options.base_url"),
-    (
-        ["+reward.terms.x={name: vlm_judge, options: {model: a, base_url: 'http://h/v1', range: [10, 1]}}", HERE],
-        "range",
-    ),
-    (["+reward.terms.x={name: vlm_judge, options: {model: a, base_url: 'http://h/v1', mod: a}}", HERE], "'mode'"),
+    (["+reward.terms.x={name: vlm_judge, options: {model: a, base_url: 'http://h', range: [10, 1]}}", HERE], "range"),
     (["+reward.terms.x={name: pickscore, options: {batch_size: 0}}", HERE], "reward.terms.x batch_size"),
     ([f"+reward.terms.x={{name: pickscore, {PIN}}}", HERE], "processor_revision"),
     (["+reward.terms.x={name: pickscore, options: {model: /nowhere}}", HERE], "model '/nowhere'"),
@@ -183,13 +162,6 @@ def test_bad_input_ends_with_exit_code_2_and_a_line_that_names_the_key(
     for part in named.split(" "):
         assert part in message
     assert not out.exists()
-
-
-def test_under_a_debugger_where_omegaconf_chains_an_error_to_itself(
-    monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
-    monkeypatch.setenv("OC_CAUSE", "1")  # which OmegaConf takes for a debugger
-    assert "'weight'" in refused(["reward.terms={ocr: {weihgt: 2}}"])
 
 
 OWN_MODULES = {
@@ -366,36 +338,3 @@ def test_home_is_expanded_where_the_shell_leaves_it_alone(monkeypatch: pytest.Mo
     assert home_expanded("output_dir=~/runs/a") == f"output_dir={tmp_path}/runs/a"
     assert home_expanded("~reward.terms.color") == "~reward.terms.color"
     assert home_expanded("--config-name") == "--config-name"
-
-
-def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "async_flowrl.main", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
-    )
-
-
-@pytest.mark.extended
-def test_as_a_process(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    done = command("mode=one_stp_off", f"output_dir={out}")
-    assert done.returncode == 2
-    assert done.stderr.startswith("async_flowrl: mode must be one of")
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""
-    assert not out.exists()
-
-
-@pytest.mark.slow
-def test_more_than_an_existing_cluster_has(tmp_path: Path, existing_cluster: str, refused: Refused) -> None:
-    there = (f"runtime.address={existing_cluster}", f"output_dir={tmp_path / 'run'}")
-    said = refused(["rollout.num_workers=3", *there], begun=True)
-    rows = [line.split() for line in said.splitlines()]
-    assert said.startswith("async_flowrl: the cluster can't hold what was asked:")
-    assert ["resource", "asked", "exists", "missing"] in rows
-    assert ["rollout", "3", "2", "1"] in rows
-    large = ["rollout.resolution=512", "group_size=64", "prompts_per_step=8"]
-    said = refused([*large, *there], begun=True)
-    assert "GB of results and weights lie in the object store, which holds 0.1 GB" in said
-    assert "max_staleness" in said
-    assert len(said.splitlines()) == 1
-    assert "is not empty" not in refused(["total_steps=0", *there], begun=True)

@@ -1,6 +1,5 @@
 """Tests of the command line besides a plain run: options of Hydra, a sweep, and the console command."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -51,14 +50,6 @@ def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(codes: tuple[int, int
     assert program.worst(codes) == program.worst(codes[::-1]) == whole
 
 
-def test_the_console_command_runs_every_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    for verb, (module, _) in verbs.VERBS.items():
-        program = importlib.import_module(f"async_flowrl.{module}")
-        monkeypatch.setattr(program, "main", lambda: 0)
-        monkeypatch.setattr(sys, "argv", ["async-flowrl", verb, "--help"])
-        assert verbs.main() == 0 and sys.argv[1:] == ["--help"]
-
-
 @pytest.mark.extended
 def test_a_good_configuration_leaves_stderr_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path))  # it builds the model, for which it imports the pipeline
@@ -76,12 +67,11 @@ def test_a_card_is_given_by_its_memory(
 
 def test_the_console_command_itself(here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     done = command("verify_")
-    assert done.returncode == 2 and "did you mean 'verify'" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and "did you mean 'verify'" in done.stderr
     assert here(of=verbs.main) == 0
     said = capsys.readouterr().out
     assert all(verb in said for verb in verbs.VERBS)
     assert here("--version", of=verbs.main) == 0 and capsys.readouterr().out.startswith("async-flowrl ")
-    assert here("export", "--help", of=verbs.main) == 0 and "usage: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", verbs.VERBS)
@@ -118,10 +108,7 @@ NO_COMPUTING = {
     "help of the export": ("cli.export", ["--help"]),
     "arguments of the export": ("cli.export", ["only_one"]),
     "help of the planner": ("cli.plan", ["--help"]),
-    "arguments of the planner": ("cli.plan", ["--devices", "many"]),
     "unknown key": ("main", ["total_stepz=3"]),
-    "unknown group": ("main", ["reward=ocrr"]),
-    "wrong type": ("main", ["seed=abc"]),
     "unknown mode": ("main", ["mode=one_step"]),
     "out of bounds": ("main", ["total_steps=0"]),
     "unknown reward": ("main", ["reward.terms.color.name=ocrr"]),

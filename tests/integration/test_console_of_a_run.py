@@ -9,23 +9,16 @@ import pytest
 from async_flowrl.config import exit_codes
 from async_flowrl.config.compose import composed, typed
 from async_flowrl.main import record, train
-from benchmarks.disturbed import split, workers
 from tests.integration.runs import LOCAL, ROOT
-
-
-def run(*overrides: str) -> int:
-    """A run of this process, with what a command line leaves in `.hydra/`."""
-    disturbance, settings = split(overrides)
-    values = composed("one_step_off", [*LOCAL, *settings])
-    config = typed(values)
-    return train(config, lambda: record(values, values.hydra, config.output_dir), workers(disturbance))
 
 
 def test_the_screens_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """First lines, steps and evaluations, and the last screen."""
     folder = tmp_path / "run"
     wanted = ("console=auto", f"output_dir={folder}", "total_steps=2", "evaluate.before_training=true")
-    assert run(*wanted, "evaluate.every=2") == exit_codes.OK
+    values = composed("one_step_off", [*LOCAL, *wanted, "evaluate.every=2"])
+    config = typed(values)
+    assert train(config, lambda: record(values, values.hydra, config.output_dir)) == exit_codes.OK
     lines = capsys.readouterr().out.splitlines()
     labels = [line.split()[0] for line in lines if re.match(r"\w+ ", line)]
     first = ["run", "model", "training", "evaluation", "reward", "devices", "files"]

@@ -3,21 +3,17 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from async_flowrl.cli.verify import verify
 from benchmarks import prove
-from benchmarks.prove import SHORT_RUN, digest, events, finish, killed, running_worker, start, undisturbed, wait_for
-from separation.processes import alive, descendants
-from tests.support.killed_trainer import PHASES, drawn
+from benchmarks.prove import SHORT_RUN, digest, events, finish, killed, start, undisturbed, wait_for
+from tests.support.killed_trainer import PHASES, drawn, run_killed
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -25,12 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", [])
-
-
-def pid_of(folder: Path, worker: str, default: int | None = None) -> int:
-    """Of the newest process of that name; `default`, if there is one, where none is known yet."""
-    found = [event["pid"] for event in events(folder, "worker") if event["worker"] == worker]
-    return int(found[-1] if found or default is None else default)
 
 
 def test_a_killed_rollout_worker_and_a_killed_driver(expected: str, tmp_path: Path) -> None:
@@ -88,7 +78,8 @@ def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, setti
     run = start(folder, [*settings, "disturb.generate=0.2"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
     wait_for(run, folder, lambda: any(e["step"] == 4 for e in events(folder, "step")), "step 4 is done")
-    os.kill(pid_of(folder, f"trainer-{victim}"), signal.SIGKILL)
+    (pid,) = [event["pid"] for event in events(folder, "worker") if event["worker"] == f"trainer-{victim}"]
+    os.kill(pid, signal.SIGKILL)
     finish(run, folder)
     (back,) = [event["step"] for event in events(folder, "rollback")]
     died = next(event["time"] for event in events(folder, "fault") if event["worker"] == f"trainer-{victim}")
@@ -98,62 +89,10 @@ def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, setti
     assert [row for row in verify(folder) if not row[1]] == []
 
 
-def test_all_rollout_workers_killed_at_once(expected: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(folder, ["rollout.num_workers=2", "disturb.generate=0.2"])
-    wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
-    for name in ("rollout-0", "rollout-1"):
-        os.kill(pid_of(folder, name), signal.SIGKILL)
-    finish(run, folder)
-    assert len(events(folder, "fault")) >= 2
-    assert digest(folder) == expected
-
-
-def test_a_hung_rollout_worker_is_killed_before_its_slot_is_used_again(expected: str, tmp_path: Path) -> None:
-    """It is stopped in the middle of a ticket, as a process that waits for a device for ever would be."""
-    folder = tmp_path / "run"
-    slow = ["rollout.num_workers=2", "disturb.generate=0.5", "disturb.constant=true"]
-    run = start(folder, [*slow, "deadlines.generate=10"])
-    hung = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
-    name = next(event["worker"] for event in events(folder, "worker") if event["pid"] == hung)
-    process = psutil.Process(hung)
-    os.kill(hung, signal.SIGSTOP)
-    slot = name.split(".")[0]
-    wait_for(run, folder, lambda: pid_of(folder, f"{slot}.1", default=0), "its slot is used again")
-    assert not alive(process), "the hung process still lives"
-    finish(run, folder)
-    (fault,) = events(folder, "fault")
-    assert (fault["worker"], fault["kind"]) == (name, "DeadlineExceeded")
-    assert digest(folder) == expected
-
-
-def test_a_hung_trainer_ends_the_run_by_name(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(folder, ["disturb.generate=0.2", "deadlines.update=15"])
-    wait_for(run, folder, lambda: any(e["step"] == 2 for e in events(folder, "step")), "step 2 is done")
-    everything = descendants(run.pid)
-    os.kill(pid_of(folder, "trainer-0"), signal.SIGSTOP)
-    _, errors = run.communicate(timeout=300)
-    assert run.returncode == 1
-    assert b"was not done within its deadline" in errors
-    assert not [process for process in everything if alive(process)], "something is left running"
-
-
 SEED = int(os.environ.get("KILL_SEED", "0"))
 """Another seed draws other instants: KILL_SEED=$RANDOM pytest -m slow tests/integration/test_deaths.py."""
 STEPS = 24
 MAX_SECONDS = 900.0
-RUN = """
-import sys
-from pathlib import Path
-from async_flowrl import main
-from tests.support.killed_trainer import drawn
-given = dict(kills=drawn({seed}, {name!r}, ranks={ranks}), notes=Path({notes!r}))
-sys.exit(main.main({{
-    "async_flowrl.training.trainer_worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
-    "async_flowrl.shared.shared_worker:SharedWorker": ("tests.support.killed_trainer:KilledShared", given),
-}}))
-"""
 
 
 @pytest.mark.timeout(1200)
@@ -166,18 +105,12 @@ sys.exit(main.main({{
     ],
 )
 def test_ten_kills_of_trainer_ranks(tmp_path: Path, name: str, ranks: int, settings: tuple[str, ...]) -> None:
-    calm, folder, notes = tmp_path / "calm", tmp_path / "run", tmp_path / "kills"
+    calm, folder, kills = tmp_path / "calm", tmp_path / "run", drawn(SEED, name, ranks=ranks)
     own = [f"total_steps={STEPS}", f"trainer.num_workers={ranks}", "save.every=1000", *settings]
     finish(start(calm, own), calm)
-    source = RUN.format(seed=SEED, name=name, ranks=ranks, notes=str(notes))
-    command = [sys.executable, "-c", source, "--config-name", "one_step_off", *SHORT_RUN, f"output_dir={folder}", *own]
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=MAX_SECONDS)
-    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
-    killed = [line.split(maxsplit=2) for line in notes.read_text().splitlines()]
-    assert [(int(step), int(rank), phase) for step, rank, phase in killed] == [
-        (kill.step, kill.rank, kill.phase) for kill in drawn(SEED, name, ranks=ranks)
-    ]
-    assert Counter(phase for _, _, phase in killed) == dict.fromkeys(PHASES, 2)
+    killed = run_killed(kills, folder, *SHORT_RUN, *own, seconds=MAX_SECONDS)
+    assert killed == [f"{kill.step} {kill.rank} {kill.phase}" for kill in kills]
+    assert Counter(kill.phase for kill in kills) == dict.fromkeys(PHASES, 2)
     assert len(events(folder, "rollback")) == len(killed), "each death is a recovery"
     assert digest(folder) == digest(calm)
     assert [row for row in verify(folder) if not row[1]] == []

@@ -35,6 +35,12 @@ def test_what_cannot_start_is_named_and_is_the_exit_code(
     assert doctor.main([*ONE_STEP, "--run", f"output_dir={tmp_path / 'other'}"]) == 1
     said = capsys.readouterr().out
     assert "failed   start: node 127.0.0.1 has 9.31e-07 GiB" in said and "two steps" not in said
+    monkeypatch.setattr("async_flowrl.run.job.load_pools", None)
+    config = compose_config("one_step_off", [*LOCAL, "tune=full", f"output_dir={tmp_path / 'another'}"])
+    assert program.train(config, dict) == 2, "a run is refused before a model is loaded"
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("async_flowrl: "))
+    for words in ("node 127.0.0.1 has 9.31e-07 GiB", "trainer rank", "rollout worker", "allow_oom=true tries anyway"):
+        assert words in said
 
 
 @pytest.mark.slow
@@ -43,16 +49,3 @@ def test_two_steps_are_trained_where_nothing_failed(tmp_path: Path, capsys: pyte
     words = ["--run", "--config-name", "sync", *ONE_STEP, *short]
     assert doctor.main([*words, f"output_dir={tmp_path / 'run'}"]) == 0
     assert "ok       two steps: " in capsys.readouterr().out and not list(tmp_path.iterdir())
-
-
-def test_a_node_that_is_too_small_is_refused_before_a_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("separation.node.total_memory", lambda: 1_000)
-    monkeypatch.setattr("separation.node.swap_space", lambda: 0)
-    monkeypatch.setattr("async_flowrl.run.job.load_pools", None)
-    config = compose_config("one_step_off", [*LOCAL, "tune=full", f"output_dir={tmp_path / 'run'}"])
-    assert program.train(config, dict) == 2
-    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("async_flowrl: "))
-    for words in ("node 127.0.0.1 has 9.31e-07 GiB", "trainer rank", "rollout worker", "allow_oom=true tries anyway"):
-        assert words in said

@@ -1,4 +1,5 @@
-"""Tests of export: in a fresh diffusers pipeline, the exported LoRA gives the trained model's output."""
+"""Tests of export: which weights are exported, with which card, and what is refused; test_lora_everywhere.py has the
+pipelines that load them."""
 
 import hashlib
 import json
@@ -11,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImagePipeline
 from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -28,58 +28,20 @@ from async_flowrl.policies.lora_file import FILE_NAME
 from async_flowrl.policies.qwen_image import QwenImagePolicy
 from async_flowrl.policies.registry import load_pipeline, resolve_model
 from async_flowrl.policies.tiny import build_tiny
-from async_flowrl.seeds import generator
 from async_flowrl.types import Scores
 from tests.integration.exported import LORA, run_directory, write_config
 from tests.support.families import pipeline_of
-from tests.support.tiny import RED, request, save_lora
-
-N = 3
-
-
-@pytest.fixture(scope="module")
-def expected(trained: QwenImagePolicy) -> Tensor:
-    """Final latents through diffusers' own loop, with the trained transformer put into a pipeline."""
-    pipeline = fresh_pipeline()
-    pipeline.transformer = trained.transformer
-    return latents_of(pipeline)
-
-
-def fresh_pipeline() -> QwenImagePipeline:
-    """As a user opens it, but with the weights in aligned memory, so that results may be compared bit for bit."""
-    pipeline = load_pipeline(resolve_model(ModelConfig()), dtype="float32", device="cpu")
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def latents_of(pipeline: QwenImagePipeline) -> Tensor:
-    start = torch.stack([torch.randn(4, 64, generator=generator(seed)) for seed in request(N).initial_seeds])
-    made: Tensor = pipeline(
-        RED.text,
-        true_cfg_scale=1.0,
-        height=32,
-        width=32,
-        num_inference_steps=6,
-        num_images_per_prompt=N,
-        latents=start,
-        output_type="latent",
-    ).images
-    return made
+from tests.support.tiny import RED, save_lora
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step_7"])
-def test_the_newest_checkpoint_of_a_run_is_exported(
-    trained: QwenImagePolicy, expected: Tensor, tmp_path: Path, inside: str
-) -> None:
+def test_the_newest_checkpoint_of_a_run_is_exported(trained: QwenImagePolicy, tmp_path: Path, inside: str) -> None:
     weights = run_directory(tmp_path / "run", trained, ema=False)
     assert exporting([str(tmp_path / "run" / inside), str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / FILE_NAME)
     factors = {name: LORA.alpha / LORA.rank if "lora_B" in name else 1.0 for name in weights}
     assert all(torch.equal(found[f"transformer.{name}"], t * factors[name]) for name, t in weights.items())
-    pipeline = fresh_pipeline()
-    pipeline.load_lora_weights(tmp_path / "out")
-    assert torch.allclose(latents_of(pipeline), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_average_is_exported_where_the_run_kept_one(trained: QwenImagePolicy, tmp_path: Path) -> None:
@@ -116,10 +78,10 @@ NOT_HERE = "me/tuned-qwen-image"
 """A model whose layers nobody can compare with those of the LoRA."""
 
 
-def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
+def published_run(folder: Path, policy: QwenImagePolicy) -> Path:
     """A run as it is left behind, with evaluations of versions 0 and 7, their pictures, metrics and its command."""
     run_directory(folder, policy, ema=False)
-    config = Config(name="mine", total_steps=7, lora=LORA, model=ModelConfig(path=model))
+    config = Config(name="mine", total_steps=7, lora=LORA, model=ModelConfig(path=NOT_HERE))
     config.reward.terms = {"color": RewardTerm(weight=2.0)}
     config.evaluate.reward.terms = {"jpeg_compressibility": RewardTerm()}
     write_config(folder, config)
@@ -144,7 +106,7 @@ def published_run(folder: Path, policy: QwenImagePolicy, *, model: str) -> Path:
 
 def test_the_folder_can_be_published(trained: QwenImagePolicy, tmp_path: Path) -> None:
     """Its card says where the LoRA is from and what it does, and nothing of this machine."""
-    run, out = published_run(tmp_path / "run", trained, model=NOT_HERE), tmp_path / "out"
+    run, out = published_run(tmp_path / "run", trained), tmp_path / "out"
     assert exporting([str(run), str(out), "--license", "apache-2.0"]) == 0
     card = ModelCard.load(out / "README.md")
     front = card.data.to_dict()

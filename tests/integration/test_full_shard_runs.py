@@ -1,10 +1,6 @@
 """Tests of runs with tune=full, in which each of two trainer ranks, a process each, has a share of the weights."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +9,9 @@ import torch
 
 from async_flowrl.cli.verify import verify
 from tests.integration.forked_ranks import train_with_forked_ranks
-from tests.integration.runs import DELAYS, TINY, Run, start, train, train_here_on_ray, wait_until
+from tests.integration.runs import DELAYS, TINY, Run, start, train, train_here_on_ray
 from tests.integration.whole_weights import Received, check_all_changed_and_delivered, watched_receivers, whole
+from tests.support.killed_trainer import Kill, run_killed
 
 SHARDED = (
     "tune=full",
@@ -58,17 +55,13 @@ def resumed(plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     shutil.copytree(plain.root, folder)
     for later in ("checkpoints/step_3", "transformer"):
         shutil.rmtree(folder / later)
-    damage(folder / "checkpoints" / "step_2" / DAMAGED)
+    share = folder / "checkpoints" / "step_2" / DAMAGED
+    data = bytearray(share.read_bytes())
+    data[len(data) // 2] ^= 1
+    share.write_bytes(data)
     sent = ("checkpoint_engine.bucket_bytes=5000", "checkpoint_engine.transport=gloo")
     other = ("rollout.num_workers=1", "reward.num_workers=1", *sent, *DELAYS)
     return train_here_on_ray(folder, "one_step_off", *SHARDED, *other, "total_steps=3", "resume=auto")
-
-
-def damage(file: Path) -> None:
-    """Turns one bit of it."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def busy_ranks(events: list[dict[str, Any]]) -> set[str]:
@@ -108,17 +101,10 @@ def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, re
     assert [row for row in verify(resumed.root) if not row[1]] == []
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        ("trainer.num_workers=1", "runtime.backend=local"),
-        pytest.param(("trainer.num_workers=3",), marks=pytest.mark.slow),
-        pytest.param(("trainer.shard=none",), marks=pytest.mark.slow),
-    ],
-)
 def test_a_resume_with_other_shares_is_refused_by_name(
-    plain: Run, tmp_path: Path, other: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    plain: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    other = ("trainer.num_workers=1", "runtime.backend=local")
     resume = f"resume={plain.root / 'checkpoints' / 'step_3'}"
     train(tmp_path, "one_step_off", "runtime.backend=ray", *SHARDED, "total_steps=3", resume, *other, code=2)
     (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("async_flowrl: "))
@@ -137,54 +123,13 @@ def test_stream_is_sync(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["trainer-1", "rollout-0", "driver"])
-def test_a_killed_process(tmp_path: Path, victim: str) -> None:
-    settings = (*SHARDED, "total_steps=4", "rollout.num_workers=2", "disturb.update=0.3")
-    calm, folder = tmp_path / "calm", tmp_path / "run"
-    process = start(calm, "one_step_off", *settings)
-    assert process.wait(timeout=300) == 0
-    process = start(folder, "one_step_off", *settings)
-    wait_until(process, (folder / "checkpoints" / "step_2").exists, "its second checkpoint")
-    if victim == "driver":
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process = start(folder, "one_step_off", *settings, "resume=auto")
-    else:
-        pids = [
-            event["pid"] for event in Run(folder).events if event["event"] == "worker" and event["worker"] == victim
-        ]
-        os.kill(pids[-1], signal.SIGKILL)
-    assert process.wait(timeout=300) == 0
-    again = Run(folder)
-    assert again.digest == Run(calm).digest and again.digests[-1] == Run(calm).digests[-1]
-    back = [event["step"] for event in again.events if event["event"] == "rollback"]
-    assert bool(back) == (victim != "rollout-0"), "a trainer rank's death goes back to the checkpoint"
-    assert [row for row in verify(folder) if not row[1]] == []
-
-
-KILLS = """
-import sys
-from pathlib import Path
-from async_flowrl import main
-from tests.support.killed_trainer import Kill
-kills = [Kill(2, 1, "gathering", 0.5), Kill(3, 0, "gathering", 0.5)]
-given = dict(kills=kills, notes=Path({notes!r}))
-sys.exit(main.main({{
-    "async_flowrl.training.trainer_worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
-}}))
-"""
-
-
-@pytest.mark.slow
 def test_ranks_killed_in_a_gather(tmp_path: Path) -> None:
     """First the other rank, then the one that gathers; versions are published again, and with the same bits."""
     settings = (*SHARDED, "total_steps=4", "console=quiet")
-    calm, folder, notes = tmp_path / "calm", tmp_path / "run", tmp_path / "kills"
+    calm, folder = tmp_path / "calm", tmp_path / "run"
     assert start(calm, "one_step_off", *settings).wait(timeout=300) == 0
-    command = [sys.executable, "-c", KILLS.format(notes=str(notes)), "--config-name", "one_step_off", *TINY, *settings]
-    ended = subprocess.run([*command, f"output_dir={folder}"], stderr=subprocess.PIPE, timeout=600)
-    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
-    assert notes.read_text().splitlines() == ["2 1 gathering", "3 0 gathering"]
+    kills = [Kill(2, 1, "gathering", 0.5), Kill(3, 0, "gathering", 0.5)]
+    assert run_killed(kills, folder, *TINY, *settings, seconds=600) == ["2 1 gathering", "3 0 gathering"]
     again = Run(folder)
     assert len([event for event in again.events if event["event"] == "rollback"]) == 2
     assert again.digest == Run(calm).digest and again.digests[-1] == Run(calm).digests[-1]

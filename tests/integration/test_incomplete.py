@@ -30,16 +30,15 @@ def prompts(folder: Path, name: str, *texts: str) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize("on_error", ["fail", pytest.param("skip", marks=pytest.mark.slow)])
 @pytest.mark.extended
 def test_a_judge_that_is_down_at_the_last_evaluation_costs_only_that_evaluation(
-    on_error: str, down: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    down: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = (
         f"data.train={prompts(tmp_path, 'train.txt', 'red', 'blue')}",
         f"data.evaluation={prompts(tmp_path, 'held.txt', 'green')}",
     )
-    settings = (*JUDGE, *data, f"reward.on_error={on_error}", "total_steps=1", "monitor.report=true")
+    settings = (*JUDGE, *data, "total_steps=1", "monitor.report=true")
     down.write_text("green")
     run = train(tmp_path / "run", "one_step_off", *settings, code=exit_codes.INCOMPLETE)
     failed = run.summary["failed"]

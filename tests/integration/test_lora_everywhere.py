@@ -141,15 +141,6 @@ def test_merged_weights_load_without_any_adapter(family: str, lora: LoraFile, ex
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def tiny_lora(folder: Path, modules: list[str], width: int = 64) -> Path:
-    tensors = {
-        f"{m}.lora_{side}.weight": torch.ones(4, width) if side == "A" else torch.ones(width, 4)
-        for m in modules
-        for side in "AB"
-    }
-    return lora_file.write(folder, tensors, alpha=4.0)
-
-
 def test_merging_goes_shard_by_shard(tmp_path: Path) -> None:
     """A transformer in several files, in bfloat16: each matrix is rounded once, and nothing else changes."""
     base = tmp_path / "base"
@@ -158,9 +149,9 @@ def test_merging_goes_shard_by_shard(tmp_path: Path) -> None:
     shutil.rmtree(base / "transformer")
     network.save_pretrained(base / "transformer", max_shard_size="200KB")
     assert len(list((base / "transformer").glob("*.safetensors"))) > 2
-    lora = lora_file.read(
-        tiny_lora(tmp_path / "lora", ["transformer_blocks.1.attn.to_q", "transformer_blocks.0.attn.to_k"])
-    )
+    layers, shapes = ("1.attn.to_q", "0.attn.to_k"), {"A": (4, 64), "B": (64, 4)}
+    names = {f"transformer_blocks.{layer}.lora_{side}.weight": shapes[side] for layer in layers for side in shapes}
+    lora = LoraFile({name: torch.ones(shape) for name, shape in names.items()}, 4, 4.0)
     randomise(lora.tensors)
     merged = write_merged(ModelConfig(path=str(base)), lora, tmp_path / "out", "transformer")
     assert [entry.name for entry in merged.iterdir()] == ["transformer"]

@@ -1,8 +1,6 @@
 """Tests of whole runs with every model family, and with a user's family whose latents are videos."""
 
-import itertools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,24 +72,15 @@ def test_steps_of_one_side_train_its_expert_alone(tmp_path: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"], "transformer_2": ["default_0"]}
 
 
-def trained_by_two_ranks(folder: Path, *settings: str, train: Callable[..., Run] = train_with_forked_ranks) -> Run:
-    more = ("total_steps=2", "trainer.num_workers=2", "algorithm.window_per=step", "seed=3")
-    return train(folder, "one_step_off", *options("wan22"), *more, *settings)
-
-
 @pytest.mark.slow
 def test_ranks_that_share_two_experts_have_the_weights_of_ranks_that_do_not(ray_here: None, tmp_path: Path) -> None:
-    runs = {
-        shard: trained_by_two_ranks(tmp_path / shard, f"trainer.shard={shard}", train=train_here_on_ray)
-        for shard in ("none", "full")
-    }
-    assert runs["none"].digests == runs["full"].digests and len(set(runs["full"].digests)) == 3
-
-
-@pytest.mark.slow
-def test_shares_of_an_expert_that_no_step_trains_have_no_gradient(ray_here: None, tmp_path: Path) -> None:
-    high = ("algorithm.window=list", "algorithm.window_list=[0]")
-    run = trained_by_two_ranks(tmp_path / "run", "tune=full", "trainer.shard=full", *high)
+    """Shares of an expert that no step trains have no gradient."""
+    two = (*options("wan22"), "total_steps=2", "trainer.num_workers=2", "algorithm.window_per=step", "seed=3")
+    none = train_here_on_ray(tmp_path / "none", "one_step_off", *two, "trainer.shard=none")
+    full = train_here_on_ray(tmp_path / "full", "one_step_off", *two, "trainer.shard=full")
+    assert none.digests == full.digests and len(set(full.digests)) == 3
+    high = ("tune=full", "trainer.shard=full", "algorithm.window=list", "algorithm.window_list=[0]")
+    run = train_with_forked_ranks(tmp_path / "run", "one_step_off", *two, *high)
     assert min(run.column("grad_norm/transformer")) > 0 == max(run.column("grad_norm/transformer_2"))
 
 
@@ -145,16 +134,8 @@ def test_videos_with_a_family_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert max(float(t.abs().max()) for name, t in trained.tensors.items() if "lora_B" in name) > 0
 
 
-def settings(family: str) -> list[str]:
-    guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
-    return ["model.weights=random", f"model.tiny.family={family}", "model.tiny.layers=2", "total_steps=2", *guidance]
-
-
-@pytest.mark.parametrize(
-    "family", [name if name == "qwen_image" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
-def test_rollout_and_trainer_draw_the_same_weights(family: str, tmp_path: Path) -> None:
-    run = train(tmp_path / "run", "one_step_off", *settings(family))
+def test_rollout_and_trainer_draw_the_same_weights(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", "one_step_off", "model.weights=random", "total_steps=2")
     assert run.column("log_prob_gap")[0] < 1e-6
     assert len(set(run.digests)) == 3
 
@@ -173,13 +154,10 @@ def test_a_published_model_needs_no_files_for_its_shapes(name: str) -> None:
 NF4 = ("model.quantize=nf4", "model.quantize_text_encoder=int8", "total_steps=3")
 
 
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(tmp_path_factory.mktemp("separate"), "one_step_off", *NF4)
-
-
 @pytest.mark.extended
-def test_placements_workers_and_a_resume_make_the_same_weights(separate: Run, tmp_path: Path) -> None:
+def test_placements_workers_and_a_resume_make_the_same_weights(tmp_path: Path) -> None:
+    """What is exported is for the model in its files."""
+    separate = train(tmp_path / "separate", "one_step_off", *NF4)
     shared = train(tmp_path / "shared", "one_step_off", *NF4, "placement=shared", "total_steps=2")
     assert shared.summary["placement"] == "shared"
     gaps = shared.column("log_prob_gap")
@@ -190,27 +168,11 @@ def test_placements_workers_and_a_resume_make_the_same_weights(separate: Run, tm
     assert gaps == separate.column("log_prob_gap")[:2] and gaps[0] < 1e-6
     plain = train(tmp_path / "plain", "one_step_off", "total_steps=2")
     assert plain.digests[1] != separate.digests[1]
-
-
-@pytest.mark.extended
-def test_what_is_exported_is_for_the_model_in_its_files(separate: Run, tmp_path: Path) -> None:
     assert export.main([str(separate.root), str(tmp_path / "out"), "--merged"]) == 0
     assert "quantised to nf4" in (tmp_path / "out" / "README.md").read_text()
-    plain = resolve_model(read_config(separate.root / "config.yaml").model).path
-    base, merged = (StoredWeights(path, dtype=torch.float32) for path in (plain, str(tmp_path / "out" / "merged")))
+    stored = resolve_model(read_config(separate.root / "config.yaml").model).path
+    base, merged = (StoredWeights(path, dtype=torch.float32) for path in (stored, str(tmp_path / "out" / "merged")))
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert base.keys() == merged.keys() and changed
     assert all(".weight" in name and "transformer_blocks" in name for name in changed)
     assert max(float((base[name] - merged[name]).abs().max()) for name in changed) < 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "stored"), zip(NAMES, itertools.cycle(("int8", "fp8", "int4"))))
-def test_every_family_and_format(family: str, stored: str, tmp_path: Path) -> None:
-    guidance = ["rollout.guidance_scale=3.5"] if family == "flux" else []
-    model = (f"model.tiny.family={family}", "model.tiny.layers=2", f"model.quantize={stored}")
-    settings = [*model, "total_steps=2", *guidance]
-    separate = train(tmp_path / "separate", "one_step_off", *settings)
-    shared = train(tmp_path / "shared", "one_step_off", *settings, "placement=shared")
-    assert separate.digests == shared.digests and len(set(separate.digests)) == 3
-    assert separate.column("log_prob_gap")[0] < 1e-6

@@ -9,6 +9,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,9 +27,7 @@ from tests.integration.runs import LIMIT, ROOT, Run, finish, lines, start, train
 from tests.support.forked import python
 from tests.support.tiny import adapted_policy, save_lora
 
-SERVE = "async-flowrl serve-rewards --port {port} --token-file {token_file}"
-DYING = "~reward '+reward={terms: {x: {name: tests.integration.dying_color:dying_color}}}'"
-STEPS = "total_steps=2"
+QUICK = ("total_steps=2", "reward.backoff=0.05", "reward.retries=3")
 SLOW = """
 import pathlib, time
 def slow(images, prompt):
@@ -39,12 +38,26 @@ def slow(images, prompt):
 """
 
 
-def reward(command: str, **serve: object) -> tuple[str, str]:
+def serving(function: str) -> str:
+    """The command of a server that scores by a function."""
+    reward = f"'+reward={{terms: {{x: {{name: {function}}}}}}}'"
+    return f"async-flowrl serve-rewards --port {{port}} --token-file {{token_file}} ~reward {reward}"
+
+
+COLOR = serving("color")
+DYING, STOPPED = (serving(f"tests.integration.dying_color:{name}_color") for name in ("dying", "stopped"))
+
+
+def term(command: str, *, timeout: float = 100.0, required: bool = True, **serve: object) -> str:
+    """A term with a server, in Hydra's grammar: keys without quotes. The server finds the rewards of these tests."""
+    settings = {"command": command, "start_seconds": LIMIT, "environment": {"PYTHONPATH": str(ROOT)}, **serve}
+    whole = {"name": "http", "required": required, "options": {"timeout": timeout, "retries": 1}, "serve": settings}
+    return re.sub(r'"(\w+)": ', r"\1: ", json.dumps(whole))
+
+
+def reward(command: str, **how: Any) -> tuple[str, ...]:
     """Overrides for the color reward behind a server of the run."""
-    settings = json.dumps({"command": command, "start_seconds": LIMIT, **serve})
-    settings = re.sub(r'"(\w+)": ', r"\1: ", settings)  # Hydra's grammar has keys without quotes
-    options = "options: {timeout: 100.0, retries: 1}"
-    return "~reward", f"+reward={{backoff: 0.1, terms: {{color: {{{options}, serve: {settings}}}}}}}"
+    return *QUICK, "~reward.terms.color", f"+reward.terms.color={term(command, **how)}"
 
 
 def test_ctrl_c_ends_a_server_after_the_request_that_it_scores(tmp_path: Path) -> None:
@@ -69,34 +82,44 @@ def test_ctrl_c_ends_a_server_after_the_request_that_it_scores(tmp_path: Path) -
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same run with the reward in its own workers."""
-    return train(tmp_path_factory.mktemp("local"), "one_step_off", STEPS)
+    return train(tmp_path_factory.mktemp("local"), "one_step_off", *QUICK)
+
+
+@pytest.fixture
+def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the number of calls that go wrong."""
+    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "turns"))
+    return tmp_path / "turns"
+
+
+def faults(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [event for event in run.events if event["event"] == "fault" and event["kind"] == kind]
 
 
 def test_a_served_reward_makes_the_weights_of_the_same_reward_in_the_run(tmp_path: Path, local: Run) -> None:
-    run = train(tmp_path, "one_step_off", STEPS, *reward(f"{SERVE} reward=color", replicas=2))
+    run = train(tmp_path, "one_step_off", *reward(COLOR, replicas=2))
     assert run.digest == local.digest
     assert run.column("reward/color/mean") == local.column("reward/color/mean")
     assert (tmp_path / "scores.jsonl").exists() and not (local.root / "scores.jsonl").exists()
     logs = sorted((tmp_path / "logs" / "server").iterdir())
     assert [path.name for path in logs] == ["color-0.log", "color-1.log"]
-    assert all("serving color at http://127.0.0.1:" in path.read_text() for path in logs)
+    assert all("serving x at http://127.0.0.1:" in path.read_text() for path in logs)
     assert not left_behind(tmp_path)
 
 
-def test_a_server_that_dies_is_started_again(tmp_path: Path, local: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
-    (tmp_path / "deaths").write_text("1")
-    run = train(tmp_path / "run", "one_step_off", STEPS, *reward(f"{SERVE} {DYING}", environment=paths()))
+def test_a_server_that_dies_is_started_again(turns: Path, tmp_path: Path, local: Run) -> None:
+    turns.write_text("1")
+    run = train(tmp_path / "run", "one_step_off", *reward(DYING))
     assert run.digest == local.digest
-    deaths = [event for event in run.events if event["event"] == "fault" and event["kind"] == "ServerDied"]
-    assert [event["worker"] for event in deaths] == ["server/color-0"] and "exit code 137" in deaths[0]["message"]
+    (died,) = faults(run, "ServerDied")
+    assert died["worker"] == "server/color-0" and "exit code 137" in died["message"]
     assert run.summary["faults"]["ServerDied"] == 1
     assert not left_behind(tmp_path)
 
 
 def test_a_server_that_does_not_come_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Why it does not: tests/unit/rewards/test_reward_server_worker.py."""
-    train(tmp_path, "one_step_off", STEPS, *reward("python -c 'print(6 * 7); exit(3)' {port}"), code=1)
+    train(tmp_path, "one_step_off", *reward("python -c 'print(6 * 7); exit(3)' {port}"), code=1)
     said = capsys.readouterr().err
     assert "ServerLost: the server of reward.terms.color did not come up: it ended with exit code 3" in said
     assert not left_behind(tmp_path)
@@ -108,7 +131,7 @@ def test_sigterm_ends_the_run_in_order_and_its_server_with_it(tmp_path: Path, ev
     """Schedulers send it to every process of a job: the run then needs its server once more to end its step."""
     folder = tmp_path / "run"
     slowly = ("total_steps=500", "disturb.update=0.3", "disturb.constant=true", "runtime.backend=local")
-    process = start(folder, "one_step_off", *slowly, *reward(f"{SERVE} reward=color"))
+    process = start(folder, "one_step_off", *reward(COLOR), *slowly)
     wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     for each in running(folder) if everybody else [psutil.Process(process.pid)]:
         each.send_signal(signal.SIGTERM)
@@ -118,23 +141,13 @@ def test_sigterm_ends_the_run_in_order_and_its_server_with_it(tmp_path: Path, ev
 
 
 @pytest.mark.slow
-def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, "one_step_off", "runtime.backend=local", *reward(f"{SERVE} reward=color"))
-    wait_until(process, lambda: len(left_behind(folder)) >= 3, "its server was there")  # the run, a keeper, a server
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    wait_for_none(folder)
-
-
-@pytest.mark.slow
 def test_on_ray(tmp_path: Path, local: Run) -> None:
     """Its own pool, with a resource in place of a GPU; killed with the driver, then a resume, which ends in order."""
     folder = tmp_path / "run"
-    served = (STEPS, *reward(f"{SERVE} reward=color", gpus=1))
+    served = reward(COLOR, gpus=1)
     process = start(folder, "one_step_off", *served)
     log = folder / "logs" / "server" / "color-0.log"
-    wait_until(process, lambda: log.exists() and "serving color" in log.read_text(), "its server was there")
+    wait_until(process, lambda: log.exists() and "serving x" in log.read_text(), "its server was there")
     assert len(left_behind(folder)) >= 3
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
@@ -144,115 +157,63 @@ def test_on_ray(tmp_path: Path, local: Run) -> None:
     wait_for_none(folder)
 
 
-def paths() -> dict[str, str]:
-    """The server finds the tests' rewards."""
-    return {"PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-QUICK = ("total_steps=2", "reward.backoff=0.05", "reward.retries=3")
-
-
-def term(function: str, *, timeout: float = 100.0, required: bool = True, **serve: object) -> str:
-    """A term with a server that scores by a function of these tests, in Hydra's grammar: keys without quotes."""
-    reward = f"'+reward={{terms: {{x: {{name: tests.integration.{function}}}}}}}'"
-    command = f"async-flowrl serve-rewards --port {{port}} --token-file {{token_file}} ~reward {reward}"
-    settings = {"command": command, "start_seconds": LIMIT, "environment": {"PYTHONPATH": str(ROOT)}, **serve}
-    whole = {"name": "http", "required": required, "options": {"timeout": timeout, "retries": 1}, "serve": settings}
-    return re.sub(r'"(\w+)": ', r"\1: ", json.dumps(whole))
-
-
-def faults(run: Run, kind: str) -> list[str]:
-    """Messages of the faults of a kind."""
-    return [event["message"] for event in run.events if event["event"] == "fault" and event["kind"] == kind]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same run with the reward in its own workers."""
-    return train(tmp_path_factory.mktemp("plain"), "one_step_off", *QUICK)
-
-
-@pytest.fixture
-def turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with the number of calls that go wrong."""
-    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "turns"))
-    return tmp_path / "turns"
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_without_a_held_out_reward_whose_server_is_lost(turns: Path, tmp_path: Path, plain: Run) -> None:
+@pytest.mark.extended
+def test_a_run_goes_on_without_an_optional_reward_whose_server_is_lost(turns: Path, tmp_path: Path, local: Run) -> None:
+    """Groups are trained on the other terms' sum, counted and written down, as with any failure of such a term. The
+    server of a held-out term is lost as well."""
     turns.write_text("99")
-    held_out = f"+evaluate.reward.terms.lost={term('dying_color:dying_color', restarts=0)}"
-    run = train(tmp_path / "run", "one_step_off", *QUICK, "evaluate.every=1", held_out, code=exit_codes.INCOMPLETE)
-    assert run.digest == plain.digest
-    lost, *evaluations = run.summary["failed"]
-    assert lost.startswith("lost has no scores from here on: the server server/lost-0") and "serve.restarts=0" in lost
-    assert len(evaluations) == 2 and all("held-out lost has no score for 2 of 2 prompts" in e for e in evaluations)
-    assert run.summary["faults"]["ServerLost"] == 1
-    assert len(faults(run, "ServerDied")) == 1, "nobody asks for a server that is gone"
+    optional = f"+reward.terms.lost={term(DYING, restarts=0, required=False)}"
+    held_out = f"+evaluate.reward.terms.gone={term(DYING, restarts=0)}"
+    run = train(tmp_path / "run", "one_step_off", *QUICK, optional, held_out, code=exit_codes.INCOMPLETE)
+    assert run.digest == local.digest
+    failed = "\n".join(run.summary["failed"])
+    assert len(run.summary["failed"]) == 4
+    for name in ("lost", "gone"):
+        assert f"{name} has no scores from here on: the server server/{name}-0" in failed
+    assert "the term lost, which is not required" in failed and "serve.restarts=0" in failed
+    assert "held-out gone has no score for 2 of 2 prompts" in failed
+    assert run.summary["faults"]["ServerLost"] == 2
+    assert len(faults(run, "ServerDied")) == 2, "nobody asks for a server that is gone"
+    assert sum(run.column("reward/lost/failures")) == len([e for e in run.events if e["event"] == "unscored"]) > 2
     assert not left_behind(tmp_path)
 
 
 @pytest.mark.extended
-def test_a_run_goes_on_without_an_optional_reward_whose_server_is_lost(turns: Path, tmp_path: Path, plain: Run) -> None:
-    """Groups are trained on the other terms' sum, counted and written down, as with any failure of such a term."""
-    turns.write_text("99")
-    optional = f"+reward.terms.lost={term('dying_color:dying_color', restarts=0, required=False)}"
-    run = train(tmp_path / "run", "one_step_off", *QUICK, optional, code=exit_codes.INCOMPLETE)
-    assert run.digest == plain.digest
-    lost, evaluation = run.summary["failed"]
-    assert "lost has no scores from here on" in lost and "the term lost, which is not required" in evaluation
-    assert sum(run.column("reward/lost/failures")) == len([e for e in run.events if e["event"] == "unscored"]) > 2
-
-
-@pytest.mark.extended
-def test_a_server_that_hangs_is_started_again(turns: Path, tmp_path: Path, plain: Run) -> None:
+def test_a_server_that_hangs_is_started_again(turns: Path, tmp_path: Path, local: Run) -> None:
     turns.write_text("1")
-    served = f"+reward.terms.color={term('dying_color:stopped_color', timeout=5.0, hung_seconds=1.5)}"
-    run = train(tmp_path / "run", "one_step_off", *QUICK, "~reward.terms.color", served)
-    assert run.digest == plain.digest
-    died, *_ = faults(run, "ServerDied")  # More where the machine is so busy that a sound server answers late.
+    run = train(tmp_path / "run", "one_step_off", *reward(STOPPED, timeout=5.0, hung_seconds=1.5))
+    assert run.digest == local.digest
+    died, *_ = (event["message"] for event in faults(run, "ServerDied"))  # A busy machine may have more of them.
     assert re.match("it hung: .*/health did not answer 200 for", died) and "logs/server/color-0.log" in died
     assert not left_behind(tmp_path)
 
 
-def run_directory(folder: Path, command: str, **serve: object) -> Path:
-    """A run that has ended, with the color reward in its own process (`color`) and behind a server (`served`)."""
+@pytest.mark.extended
+def test_a_served_reward_is_evaluated_by_its_server(
+    turns: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that has ended, with the color reward in its own process (`color`) and behind a server (`served`), which
+    dies once on the way."""
+    turns.write_text("1")
+    temporary = tmp_path / "temporary"  # for what servers write
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
     config = Config()
     config.model.dtype = "float32"
     config.reward.backoff = 0.1
     config.reward.terms = {"color": RewardTerm()}
-    server = ServeConfig(command=command, environment={"PYTHONPATH": str(ROOT)}, start_seconds=LIMIT, **serve)  # type: ignore[arg-type]
+    environment = {"PYTHONPATH": str(ROOT)}
+    server = ServeConfig(command=DYING, environment=environment, start_seconds=LIMIT, replicas=2)
     config.evaluate.reward.terms = {"served": RewardTerm(name="http", serve=server)}
     config.evaluate.images_per_prompt = 2
-    prompts = folder / "prompts.txt"
+    prompts = tmp_path / "prompts.txt"
     prompts.write_text("red red red red\nblue blue blue blue\n")
     config.data.train = str(prompts)
-    write_config(folder, config)
-    save_lora(folder / "lora", adapted_policy(config=config.lora).transformer, alpha=config.lora.alpha)
-    return folder
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where what servers write is kept."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
-
-
-@pytest.mark.extended
-def test_a_served_reward_is_evaluated_by_its_server(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which dies once on the way."""
-    monkeypatch.setenv(COUNT_FILE, str(tmp_path / "deaths"))
-    (tmp_path / "deaths").write_text("1")
-    run = run_directory(tmp_path, f"{SERVE} {DYING}", replicas=2)
-    assert evaluating([str(run), "--out", str(tmp_path / "out")]) == exit_codes.OK
+    write_config(tmp_path, config)
+    save_lora(tmp_path / "lora", adapted_policy(config=config.lora).transformer, alpha=config.lora.alpha)
+    assert evaluating([str(tmp_path), "--out", str(tmp_path / "out")]) == exit_codes.OK
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rewards"]
     assert found["served"]["scores"] == found["color"]["scores"] and found["served"]["kind"] == "held_out"
-    assert (tmp_path / "deaths").read_text() == "0"
+    assert turns.read_text() == "0"
     assert not left_behind(temporary) and not list(temporary.glob("async-flowrl*"))

@@ -35,7 +35,7 @@ FILES = (
     "timeline.json",
     "evaluations.jsonl",
     "images/step_000000.png",
-    "images/step_000003.png",
+    "images/step_000004.png",
     "images/step_000006.png",
     "checkpoints/latest",
     "checkpoints/step_4/manifest.json",
@@ -66,14 +66,12 @@ def run(full_run: Run) -> Run:
 
 
 def test_files_and_nothing_else_but_the_lock_and_the_monitors(run: Run) -> None:
+    """The configuration is the one that ran."""
     assert [name for name in FILES if not (run.root / name).stat().st_size and not name.startswith("logs/")] == []
     named = {name.split("/")[0] for name in FILES}
     assert {entry.name for entry in run.root.iterdir()} == named | {".lock", "tensorboard", "wandb"}
     assert {path.name for path in (run.root / "checkpoints").iterdir()} == {"step_4", "step_6", "latest"}
     assert (run.root / "checkpoints/latest").read_text().strip() == "step_6"
-
-
-def test_config_is_what_ran(run: Run) -> None:
     config = read_config(run.root / "config.yaml")
     assert isinstance(config, Config)
     assert (config.total_steps, config.rollout.num_workers, config.group_size) == (STEPS, 2, 4)
@@ -93,8 +91,8 @@ def test_metrics(run: Run) -> None:
         assert all(0 <= line[f"pool/{pool}/busy"] <= 1.001 for pool in ("rollout", "trainer", "reward"))
     key = "evaluation/reward/mean"
     evaluated = {line["step"]: line[key] for line in run.metrics if key in line}
-    assert list(evaluated) == [2, 5]
-    assert evaluated[2] != evaluated[5]
+    assert list(evaluated) == [3, 5]
+    assert evaluated[3] != evaluated[5]
     assert run.metrics[0]["evaluation_before/color/mean"] == run.metrics[0]["evaluation_before/reward/mean"]
 
 
@@ -133,12 +131,11 @@ def test_events(run: Run) -> None:
     sent = {e["version"]: e["digest"] for e in run.events if e["event"] == "version" and e["state"] == "sent"}
     assert sorted(sent) == list(range(STEPS + 1))
     assert sent[STEPS] != sent[0]
-    acknowledged = {(e["worker"], e["version"]) for e in run.events if e.get("state") == "acknowledged"}
-    assert {(f"rollout-{i}", version) for i in (0, 1) for version in range(STEPS)} <= acknowledged
+    assert {e["version"] for e in run.tickets("RUNNING", kind="evaluation")} == {0, 4, 6}
 
 
 def test_pictures_show_the_same_noise_with_other_weights(run: Run) -> None:
-    sheets = [np.asarray(Image.open(run.root / f"images/step_{n:06d}.png")) for n in (0, 3, 6)]
+    sheets = [np.asarray(Image.open(run.root / f"images/step_{n:06d}.png")) for n in (0, 4, 6)]
     assert sheets[0].shape == sheets[1].shape == sheets[2].shape
     assert not np.array_equal(sheets[0], sheets[2])
 
@@ -175,13 +172,12 @@ def test_tensorboard(run: Run) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("tune", "steps"), [("lora", [0, 1, 2]), pytest.param("full", [0, 2], marks=pytest.mark.slow)])
 def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: str, steps: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "SECONDS_BETWEEN", 0.0)
-    train(tmp_path, "sync", "total_steps=2", "save.keep=9", f"tune={tune}")
-    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == [f"step_{step}" for step in steps]
+    train(tmp_path, "sync", "total_steps=2", "save.keep=9")
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == ["step_0", "step_1", "step_2"]
 
 
 def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from separation.cluster import cluster
 from separation.group import PoolSpec, WorkerDied, WorkerFailed
-from separation.supervise import together
 from tests.integration.separation_bench import TOY, Bench, fresh, on_ray, raises
 
 
@@ -56,16 +55,6 @@ def test_a_worker_that_is_unusable_counts_as_dead(bench: Bench) -> None:
 
     died = bench.run(test)
     assert (died.worker, died.reason) == (bench.toys.workers[0].name, "the device is gone")
-
-
-def test_main_is_serial_and_in_order(bench: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        async with fresh(bench, 0) as worker:
-            heard = await together(*(worker.call("note", index, 0.2 if index == 0 else 0.0) for index in range(5)))
-            assert heard[-1] == [0, 1, 2, 3, 4]
-            assert [len(one) for one in heard] == [1, 2, 3, 4, 5]
-
-    bench.run(test)
 
 
 def test_lanes_run_beside_main(bench: Bench) -> None:

@@ -7,7 +7,6 @@ import pytest
 from tests.integration.runs import Run, train, train_here_on_ray
 from tests.integration.stopped import HALVES, StoppedRun
 
-SHARED = "placement=shared"
 CASES = {
     "sync": (),
     "stream": (),
@@ -24,17 +23,14 @@ DEFAULT = ("one_step_off trainer.ema_decay=0.9",)
 """The others repeat at length what the toys of tests/unit/shared do in virtual time."""
 
 
-def both(folder: Path, case: str, *more: str) -> tuple[Run, Run]:
-    mode, *setting = case.split(" ")
-    given = (f"total_steps={STEPS}", *setting, *CASES[case], *more)
-    return train(folder / "separate", mode, *given), train(folder / "shared", mode, SHARED, *given)
-
-
 @pytest.mark.parametrize(
     "case", [case if case in DEFAULT else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
-    separate, shared = both(tmp_path, case)
+    mode, *setting = case.split(" ")
+    given = (f"total_steps={STEPS}", *setting, *CASES[case])
+    separate = train(tmp_path / "separate", mode, *given)
+    shared = train(tmp_path / "shared", mode, "placement=shared", *given)
     assert shared.summary["placement"] == "shared"
     assert shared.digest == separate.digest
     assert shared.digests == separate.digests and len(set(shared.digests)) == STEPS + 1
@@ -51,23 +47,10 @@ def test_the_weights_of_separate_pools(tmp_path: Path, case: str) -> None:
 
 
 def test_two_processes_that_sample_and_train(tmp_path: Path, stopped_run: StoppedRun) -> None:
-    """Compares the steps that were made before SIGTERM."""
-    done = stopped_run.run.summary["steps"]
-    assert done >= 2
-    check_two_processes(stopped_run.run, train(tmp_path, "one_step_off", HALVES, f"total_steps={done}"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize("mode", ["one_step_off", "sync"])
-def test_two_processes_to_the_end(tmp_path: Path, mode: str) -> None:
-    pools = ("trainer.num_workers=2", "rollout.num_workers=2", HALVES)
-    shared = train_here_on_ray(tmp_path / "shared", mode, SHARED, *pools)
-    check_two_processes(shared, train(tmp_path / "threads", mode, HALVES))
-
-
-def check_two_processes(shared: Run, threads: Run) -> None:
-    """The weights of threads, version by version, the KL of their first step, and both processes did both."""
+    """The steps before SIGTERM have the weights of threads, version by version, and both processes did both."""
+    shared = stopped_run.run
+    assert shared.summary["steps"] >= 2
+    threads = train(tmp_path, "one_step_off", HALVES, f"total_steps={shared.summary['steps']}")
     assert shared.digests == threads.digests and len(set(shared.digests)) == len(threads.metrics) + 1
     assert shared.digest == threads.digest
     first = [run.metrics[0] for run in (shared, threads)]

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from async_flowrl.config.compose import read_config
-from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.training.checkpoint import read_checkpoint
@@ -54,14 +53,6 @@ def watched_receivers() -> Iterator[Received]:
         yield found
 
 
-def config_of(run: Run) -> Config:
-    return read_config(run.root / "config.yaml")
-
-
-def base_of(run: Run) -> StoredWeights:
-    return StoredWeights(resolve_model(config_of(run).model).path, dtype=torch.float32)
-
-
 def whole(run: Run) -> dict[str, Tensor]:
     """Returns tensor name → weights that the run has written."""
     return dict(load_file(run.root / "transformer" / "diffusion_pytorch_model.safetensors"))
@@ -69,7 +60,7 @@ def whole(run: Run) -> dict[str, Tensor]:
 
 def dead(run: Run) -> set[str]:
     """Returns the names of the parameters that no output of Qwen-Image depends on: of the last block's text stream."""
-    config = config_of(run)
+    config = read_config(run.root / "config.yaml")
     policy = load_policy(resolve_model(config.model), dtype="float32", device="cpu", parts="structure")
     names = [name for name, _ in policy.transformer.named_parameters()]
     unused = {name for name in names if re.fullmatch(str(policy.lora_exclude), name.rpartition(".")[0])}
@@ -82,7 +73,8 @@ def check_all_changed_and_delivered(run: Run, received: Received) -> None:
     Every parameter was trained, each of its four versions was received whole, and what rollout workers computed with
     are the masters in the dtype of the network, name by name.
     """
-    base, written = base_of(run), whole(run)
+    model = resolve_model(read_config(run.root / "config.yaml").model)
+    base, written = StoredWeights(model.path, dtype=torch.float32), whole(run)
     assert written.keys() == base.keys()
     assert {name for name in base if torch.equal(base[name], written[name])} == dead(run), "and nothing else"
     assert run.summary["sync"]["publishes"] == 4 == len(set(run.digests)), "versions 0 to 3"

@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,6 +119,29 @@ def watched(trainer: TrainerWorker, killer: Killer) -> None:
         return told
 
     trainer.load = loading  # type: ignore[method-assign]
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from async_flowrl import main
+from tests.support.killed_trainer import Kill
+given = dict(kills={kills!r}, notes=Path({notes!r}))
+sys.exit(main.main({{
+    "async_flowrl.training.trainer_worker:TrainerWorker": ("tests.support.killed_trainer:KilledTrainer", given),
+    "async_flowrl.shared.shared_worker:SharedWorker": ("tests.support.killed_trainer:KilledShared", given),
+}}))
+"""
+
+
+def run_killed(kills: Sequence[Kill], folder: Path, *words: str, seconds: float) -> list[str]:
+    """A whole run with these deaths, which must end well: what was noted of them, line by line."""
+    notes = folder.with_name("kills")
+    command = [sys.executable, "-c", PROGRAM.format(kills=kills, notes=str(notes)), "--config-name", "one_step_off"]
+    words = (*words, f"output_dir={folder}")
+    ended = subprocess.run([*command, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=seconds)
+    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
+    return notes.read_text().splitlines()
 
 
 class KilledTrainer(TrainerWorker):
