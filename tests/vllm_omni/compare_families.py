@@ -12,7 +12,7 @@ from async_flowrl.policies.lora import lora_layers, lora_modules
 from async_flowrl.types import Prompt, RolloutRequest
 from checkpoint_engine import LoraModule, base_digest, binding_probe, check_binding
 from tests.support.tiny import request, sampling
-from tests.vllm_omni.rig import Rig, gap, same, trajectory_of
+from tests.vllm_omni.rig import TOLERANCE, Rig, gap, same, trajectory_of
 
 PROMPTS = (Prompt(0, "a very long prompt about a blue square and more", negative="grey"), Prompt(1, "a hill"))
 
@@ -27,8 +27,8 @@ def of_a_size(rig: Rig, ticket: RolloutRequest, size: Resolution) -> float:
     return gap(made, expected) if made.images.shape[1:3] == size else float("inf")
 
 
-def findings(family: str) -> dict[str, Any]:
-    rig = Rig(family=family)
+def findings(rig: Rig, family: str) -> dict[str, Any]:
+    """Latents, log-probs, images and embeddings; alone and two tickets in a batch; guided and not; three shapes."""
     found: dict[str, Any] = {"family": family}
     weights = {name: weight for name, weight in rig.policy.transformer.named_parameters() if ".lora_" not in name}
     found["same_base"] = rig.base_digest == base_digest({n.replace(".base_layer", ""): w for n, w in weights.items()})
@@ -54,11 +54,20 @@ def findings(family: str) -> dict[str, Any]:
     rig.hold(1)
     layers = lora_layers(lora_modules(rig.policy.transformer))
     check_binding(binding_probe({name: LoraModule(*parts) for name, parts in layers.items()}), rig.engine.probe())
-    rig.engine.close()
     return found
+
+
+def check(found: dict[str, Any]) -> None:
+    assert found["same_base"], found
+    for cfg in (1, 4):
+        assert found[f"gap_{cfg}"] < TOLERANCE and found[f"together_{cfg}"] < TOLERANCE, found
+        assert all(each < TOLERANCE for each in found[f"sizes_{cfg}"]), found
+        assert found[f"images_{cfg}"] <= 1 and found[f"again_{cfg}"] and found[f"same_embeddings_{cfg}"], found
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        sys.__stdout__.write(json.dumps(findings(name)) + "\n")
+        rig = Rig(family=name)
+        sys.__stdout__.write(json.dumps(findings(rig, name)) + "\n")
         sys.__stdout__.flush()
+        rig.engine.close()

@@ -14,35 +14,19 @@ from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenIma
 
 from async_flowrl.algorithms import sde
 from async_flowrl.types import Prompt
-from checkpoint_engine import base_digest
-from tests.support.tiny import request, sampling, tensors, tiny_policy, token_ids
+from tests.support.tiny import request, sampling, tensors, token_ids
+from tests.vllm_omni.compare_families import check, findings
 from tests.vllm_omni.rig import TOLERANCE, Rig, gap, same, trajectory_of
 
 LONG = Prompt(1, "a very long prompt about a blue square, a red circle and much more", negative="grey")
 
 
-def test_it_is_vllm_omnis_network_that_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once per denoising step, for the whole ticket."""
-    rows: list[int] = []
-    forward = QwenImageTransformer2DModel.forward
-
-    def counted(self: Any, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-        rows.append(len(hidden_states))
-        return forward(self, hidden_states, *arguments, **named)
-
-    monkeypatch.setattr(QwenImageTransformer2DModel, "forward", counted)
-    rig.made(request(4), 1)
-    assert rows == [4] * 6
+def test_it_makes_what_diffusers_makes(rig: Rig) -> None:
+    check(findings(rig, "qwen_image"))
 
 
-def test_the_base_weights_are_the_trainers(rig: Rig) -> None:
-    """Through vllm-omni's packed projections and other names."""
-    assert rig.base_digest == base_digest(dict(tiny_policy(parts="transformer").transformer.named_parameters()))
-
-
-@pytest.mark.parametrize("cfg", [1.0, 4.0])
-def test_without_noise_the_latents_and_images_are_those_of_diffusers(rig: Rig, cfg: float) -> None:
-    asked = request(4, how=sampling(cfg=cfg), noise_steps=(), prompt=LONG)
+def test_without_noise_the_latents_and_images_are_those_of_diffusers(rig: Rig) -> None:
+    asked = request(4, how=sampling(cfg=4.0), noise_steps=(), prompt=LONG)
     made, expected = rig.made(asked, 1), rig.expected(asked, 1)
     assert gap(made, expected) < TOLERANCE
     assert int(np.abs(made.images.astype(int) - expected.images.astype(int)).max()) <= 1
@@ -75,17 +59,6 @@ def test_the_trainer_finds_the_log_probs_it_is_told(rig: Rig) -> None:
         )
         again = sde.log_prob(following, transition, "sde").numpy()
         assert np.abs(again - found.log_probs[:, column]).max() < 1e-6
-
-
-@pytest.mark.parametrize("size", [(32, 64), (96, 32), (64, 96)])
-def test_images_that_are_not_square_are_those_of_diffusers(rig: Rig, size: tuple[int, int]) -> None:
-    """One engine makes all sizes, one after the other, and batches of tickets too."""
-    asked = request(2, how=replace(sampling(cfg=4.0), resolution=size), prompt=LONG)
-    made, expected = rig.made(asked, 2), rig.expected(asked, 2)
-    assert made.images.shape == (2, *size, 3)
-    assert gap(made, expected) < TOLERANCE
-    both = rig.engine.generate([replace(asked, version=2), replace(asked, version=2, ordinal=1)])
-    assert all(gap(made, one) < TOLERANCE for one in both)
 
 
 def test_an_image_of_a_ticket_is_the_image_alone(rig: Rig) -> None:
@@ -122,7 +95,8 @@ def test_token_ids_are_encoded_as_their_text(rig: Rig) -> None:
 
 
 def test_tickets_of_one_batch_are_what_they_are_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward pass per denoising step for all of them, prompts of other lengths and guidance included."""
+    """One forward pass of vllm-omni's network per denoising step for all of them, prompts of other lengths and guidance
+    included."""
     rows: list[int] = []
     forward = QwenImageTransformer2DModel.forward
 

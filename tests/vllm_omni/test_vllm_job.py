@@ -1,15 +1,16 @@
 """Tests of whole runs with the real vllm-omni on a CPU: staleness, delivery, reproducibility."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm_omni", reason="vllm-omni is not installed; `make test-vllm-omni` sets an environment up")
+
+from async_flowrl.cli.verify import verify
+from tests.integration.runs import Run
 
 pytestmark = pytest.mark.serial("clusters")
 
@@ -17,8 +18,8 @@ STEPS = 4
 GLOO = ("checkpoint_engine.transport=gloo",)
 
 
-def train(output: Path, *overrides: str) -> dict[str, Any]:
-    """Runs the command of the README; the run's summary. Its own checks of the run's files must hold as well."""
+def train(output: Path, *overrides: str) -> Run:
+    """Runs the command of the README. Its own checks of the run's files must hold as well."""
     command = [
         *(sys.executable, "-m", "benchmarks.disturbed", "--config-name", "one_step_off"),
         *("rollout.engine=vllm_omni", f"total_steps={STEPS}", f"output_dir={output}", "monitor.report=false"),
@@ -26,30 +27,19 @@ def train(output: Path, *overrides: str) -> dict[str, Any]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    proof = subprocess.run(
-        [sys.executable, "-m", "async_flowrl", "verify", str(output)], capture_output=True, text=True
-    )
-    assert proof.returncode == 0, proof.stdout + proof.stderr
-    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
-    return summary
-
-
-def events(output: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == name]
+    assert [row for row in verify(output) if not row[1]] == []
+    return Run(output)
 
 
 @pytest.mark.timeout(900)
 def test_one_step_off_is_never_staler_than_one_step_and_the_same_twice(tmp_path: Path) -> None:
     """The second time with two engines, over gloo, the tickets in whatever order random delays give them."""
-    plain, shaken = tmp_path / "plain", tmp_path / "shaken"
-    first = train(plain, "ticket_size=8")
-    metrics = [json.loads(line) for line in (plain / "metrics.jsonl").read_text().splitlines()]
-    assert [line["staleness/max"] for line in metrics] == [0, 1, 1, 1]
-    assert [line["policy_version"] for line in metrics] == [0, 1, 2, 3]
-    assert all(abs(line["behaviour_gap"]) < 1e-6 for line in metrics), "the trainer finds other log-probs"
-    made = {(e["step"], e["version"]) for e in events(plain, "ticket") if e["kind"] == "train" and "version" in e}
+    plain = train(tmp_path / "plain", "ticket_size=8")
+    assert plain.column("staleness/max") == [0, 1, 1, 1]
+    assert plain.column("policy_version") == [0, 1, 2, 3]
+    assert all(abs(gap) < 1e-6 for gap in plain.column("behaviour_gap")), "the trainer finds other log-probs"
+    made = {(e["step"], e["version"]) for e in plain.tickets("RUNNING")}
     assert made == {(0, 0), (1, 0), (2, 1), (3, 2)}
-    second = train(shaken, "ticket_size=8", "rollout.num_workers=2", "disturb.generate=0.5", *GLOO)
-    assert first["weights_digest"] == second["weights_digest"]
-    assert {e["worker"] for e in events(shaken, "ticket") if e.get("worker")} >= {"rollout-0", "rollout-1"}
+    shaken = train(tmp_path / "shaken", "ticket_size=8", "rollout.num_workers=2", "disturb.generate=0.5", *GLOO)
+    assert plain.digest == shaken.digest
+    assert {e["worker"] for e in shaken.tickets("SCORING")} == {"rollout-0", "rollout-1"}
