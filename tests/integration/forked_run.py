@@ -1,9 +1,7 @@
 """ForkedRun is a run as a process that a test may kill; forked, it need not import torch and diffusers first."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from tests.integration.runs import LIMIT, ROOT, TINY
 from tests.support.forked import CONTEXT
@@ -37,22 +35,14 @@ def command(arguments: list[str], said: tuple[str, str], environment: dict[str, 
 class ForkedRun:
     """The process; its methods are those of `subprocess.Popen` that `wait_until` (runs.py) and tests of signals ask.
 
-    With `backend="ray"` it starts a cluster of its own, whose workers are forked, too (forked_workers.py); what that
-    starts inherits `environment`, which is added to the environment of the test.
+    With `backend="ray"` it starts a cluster of its own, whose workers are forked, too (forked_workers.py).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        mode: str,
-        *overrides: str,
-        backend: str = "local",
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, folder: Path, mode: str, *overrides: str, backend: str = "local") -> None:
         self._said = [folder.with_name(f"{folder.name}.{stream}.txt") for stream in ("out", "err")]
         arguments = ["--config-name", mode, *TINY, f"runtime.backend={backend}", f"output_dir={folder}", *overrides]
         said = tuple(map(str, self._said))
-        whole = {**os.environ, **environment} | ({NAME: server()} if backend == "ray" else {})
+        whole = dict(os.environ) | ({NAME: server()} if backend == "ray" else {})
         self._process = CONTEXT.Process(target=command, args=(arguments, said, whole), daemon=True)
         self._process.start()
 

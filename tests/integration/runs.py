@@ -89,14 +89,6 @@ class Run:
         """Transitions into `state`, as they happened."""
         return [e for e in self.events if e["event"] == "ticket" and e["state"] == state and e["kind"] == kind]
 
-    def spans(self, pool: str, name: str) -> list[float]:
-        """Seconds of the pool's spans of that name."""
-        return [
-            e["end"] - e["start"]
-            for e in self.events
-            if e["event"] == "span" and e["worker"].startswith(pool) and e["name"] == name
-        ]
-
     @property
     def sample_log(self) -> tuple[list[tuple[Any, ...]], list[Any]]:
         """What was trained, ticket by ticket with the weights it was made with, and the reward of every step."""
@@ -113,6 +105,17 @@ def train(folder: Path, mode: str, *overrides: str, code: int = 0) -> Run:
     config = compose_config(mode, [*LOCAL, f"output_dir={folder}", *settings])
     assert main.train(config, dict, workers(disturbance)) == code
     return Run(folder)
+
+
+def in_every_way(folder: Path, mode: str, *overrides: str, steps: int, first: int) -> Run:
+    """A run of two pools, which has the weights of one process that does both, and of a run in two parts."""
+    whole = train(folder / "whole", mode, *overrides, f"total_steps={steps}")
+    shared = train(folder / "shared", mode, *overrides, f"total_steps={steps}", "placement=shared")
+    train(folder / "parts", mode, *overrides, f"total_steps={first}")
+    resumed = train(folder / "parts", mode, *overrides, f"total_steps={steps}", "resume=auto")
+    assert whole.digest == shared.digest == resumed.digest
+    assert whole.digests == shared.digests and len(set(whole.digests)) == steps + 1
+    return whole
 
 
 def train_here_on_ray(folder: Path, mode: str, *overrides: str) -> Run:

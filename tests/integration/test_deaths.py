@@ -13,6 +13,7 @@ import pytest
 from async_flowrl.cli.verify import verify
 from benchmarks import prove
 from benchmarks.prove import SHORT_RUN, digest, events, finish, killed, start, undisturbed, wait_for
+from tests.integration.runs import lines
 from tests.support.killed_trainer import PHASES, drawn, run_killed
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -33,8 +34,7 @@ def test_a_killed_driver_and_a_reward_that_is_not_deterministic(tmp_path: Path) 
     dice = ["~reward.terms.color", "+reward.terms={dice: {name: 'tests.integration.brightness:Dice'}}"]
 
     def scored() -> list[dict[str, Any]]:
-        lines = (folder / "scores.jsonl").read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return lines(folder / "scores.jsonl")
 
     run = start(folder, [*dice, "disturb.update=0.3"])
     wait_for(run, folder, lambda: (folder / "checkpoints" / "step_3").exists(), "checkpoint 3 is written")
@@ -48,7 +48,7 @@ def test_a_killed_driver_and_a_reward_that_is_not_deterministic(tmp_path: Path) 
     assert scored()[: len(known)] == known
     totals = {(line["step"], line["group"]): line["total"] for line in scored()}
     assert len(totals) == len(scored()), "a group was scored twice"
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    for line in lines(folder / "metrics.jsonl"):
         own = [total for (step, _), total in totals.items() if step == line["step"]]
         assert line["reward/mean"] == pytest.approx(np.mean(own), rel=1e-12)
     assert [row for row in verify(folder) if not row[1]] == []

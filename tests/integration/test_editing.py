@@ -11,7 +11,7 @@ from PIL import Image
 
 from async_flowrl.cli import evaluate, generate
 from async_flowrl.policies import qwen_image_21
-from tests.integration.runs import Run, train
+from tests.integration.runs import Run, in_every_way, train
 from tests.unit.data.prompt_files import rows
 
 # An image to edit is a thousand tokens, so a test makes few images in few steps.
@@ -98,13 +98,7 @@ def test_the_digest_is_one_in_every_mode(
         plain, two = {"prompt": "a red house"}, {"prompt": "both red", "images": ["a.png", "b.png"]}
         edits = [*edits, f"data.train={rows(tmp_path / 'mixed.jsonl', plain, two)}", "rollout.true_cfg_scale=2.0"]
     settings = [*edits, f"model={model}", f"tune={tune}", "save.every=1", "rollout.tickets_per_batch=2"]
-    whole = train(tmp_path / "whole", mode, *settings, "total_steps=3")
-    shared = train(tmp_path / "shared", mode, *settings, "total_steps=3", "placement=shared")
-    train(tmp_path / "parts", mode, *settings, "total_steps=1")
-    resumed = train(tmp_path / "parts", mode, *settings, "total_steps=3", "resume=auto")
-    assert whole.digest == shared.digest == resumed.digest
-    assert whole.digests == shared.digests
-    check(whole, 3)
+    check(in_every_way(tmp_path, mode, *settings, steps=3, first=1), 3)
 
 
 def test_a_resume_with_another_image_is_refused(edits: list[str], tmp_path: Path) -> None:

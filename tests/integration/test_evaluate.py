@@ -18,6 +18,7 @@ from async_flowrl.cli import generate as generating
 from async_flowrl.cli.evaluate import main as evaluating
 from async_flowrl.cli.evaluate import parser
 from async_flowrl.cli.evaluation_job import job_of
+from async_flowrl.config.check import ConfigError
 from async_flowrl.config.compose import read_config
 from async_flowrl.config.schema import Config, RewardTerm
 from async_flowrl.data.load import load_data
@@ -162,7 +163,7 @@ def test_a_prompt_that_cannot_be_made_or_scored_and_a_wrong_path_are_named(
 
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 @pytest.mark.extended
-def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
+def test_a_failing_reward_is_one_sentence_or_skipped_and_a_missing_program_is_named_at_once(
     on_error: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     down = tmp_path / "down.txt"
@@ -179,6 +180,10 @@ def test_a_failing_reward_is_one_sentence_or_skipped_as_the_run_would(
     else:
         assert code == 0
         assert results(tmp_path / "out")["scored"] == 2
+    config.evaluate.reward.terms = {"x": {"serve": {"command": "nosuch {port}"}}}
+    OmegaConf.save(config, run / "config.yaml")
+    with pytest.raises(ConfigError, match=r"^evaluate\.reward\.terms\.x\.serve\.command: .*'nosuch'"):
+        job_of(parser().parse_args([str(run)]))
 
 
 def test_before_and_after_are_compared_over_the_same_prompts(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -119,30 +119,17 @@ def test_sigterm_ends_in_order_and_resume_finishes(tmp_path: Path, stopped_run: 
 
 @pytest.mark.slow
 @pytest.mark.serial
-@pytest.mark.parametrize("how", ["driver", "everything", "twice", "late"])
-def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(how: str, tmp_path: Path) -> None:
-    """As a shell, `timeout` or Slurm send it: to the process group (`twice`), or to each process, daemons included.
-
-    `driver`: to the process that was started alone, as `kill` does; `late`: a second time, after the summary.
-    """
+def test_sigterm_to_everybody_ends_in_order_and_resume_finishes(tmp_path: Path) -> None:
+    """As Slurm sends it to each process, daemons included, and then once more while the pools end."""
     folder = tmp_path / "run"
     process = start(folder, "one_step_off", LONG, *SLOWLY, "save.every=0", "rollout.num_workers=2")
     wait_until(process, lambda: len(lines(folder / "metrics.jsonl")) >= 2, "its second step")
     everything = descendants(process.pid)
     assert len(everything) >= 4
-    for _ in range(2 if how == "twice" else 1):
-        if how == "everything":
-            for each in everything:
-                os.kill(each.pid, signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)
-        elif how == "driver":
-            process.send_signal(signal.SIGTERM)
-        else:
-            os.killpg(process.pid, signal.SIGTERM)
-    if how == "late":  # and once more while the pools end
-        wait_until(process, lambda: (folder / "summary.json").exists(), "its summary")
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
+    for each in (*everything, process):
+        each.send_signal(signal.SIGTERM)
+    wait_until(process, (folder / "summary.json").exists, "its summary")
+    process.send_signal(signal.SIGTERM)
     out, err = finish(process, exit_codes.RESUMABLE)
     done = check_stopped(Run(folder))
     assert f"stopped by SIGTERM after step {done}; continue with resume=auto" in out

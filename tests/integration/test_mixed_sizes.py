@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from async_flowrl.cli.verify import verify
-from tests.integration.runs import LOCAL, train
+from tests.integration.runs import LOCAL, in_every_way
 
 ROWS = (
     {"prompt": "red square", "height": 32, "width": 48},
@@ -17,15 +17,11 @@ ROWS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
-def test_groups_of_different_sizes_train_and_resume_to_the_same_weights(tmp_path: Path, mode: str) -> None:
+def test_groups_of_different_sizes_train_and_resume_to_the_same_weights(tmp_path: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = (*LOCAL, f"data.train={data}", "prompts_per_step=3", "ticket_size=2", "rollout.resolutions=[32,[48,32]]")
-    whole = train(tmp_path / "whole", mode, *settings, "total_steps=4")
-    train(tmp_path / "parts", mode, *settings, "total_steps=2", "save.every=1")
-    again = train(tmp_path / "parts", mode, *settings, "total_steps=4", "save.every=1", "resume=auto")
-    assert again.digest == whole.digest
+    whole = in_every_way(tmp_path, "one_step_off", *settings, "save.every=1", steps=4, first=2)
     assert all(ok for _, ok, _ in verify(whole.root))
     flops = {e["flops"] for e in whole.events if e["event"] == "span" and "flops" in e and e["name"] == "generate"}
     assert len(flops) >= 3

@@ -16,7 +16,7 @@ from async_flowrl.policies.registry import folder_of, resolve_model, shapes_of
 from async_flowrl.policies.stored import StoredWeights
 from async_flowrl.policies.trained_file import apply
 from tests.integration.forked_ranks import train_with_forked_ranks
-from tests.integration.runs import WHOLE, Run, train, train_here_on_ray
+from tests.integration.runs import WHOLE, Run, in_every_way, train, train_here_on_ray
 from tests.support.families import NAMES, pipeline_of, policy_of, tiny_model
 from tests.support.video import CHANNELS, FRAMES, build_video
 
@@ -101,12 +101,7 @@ def test_ranks_that_share_two_experts_have_the_weights_of_ranks_that_do_not(ray_
 def test_the_digest_is_one_in_every_mode(family: str, mode: str, tune: str, tmp_path: Path) -> None:
     """Two pools, one that does both, and a run in two parts. Prompts of two lengths share a batch."""
     settings = [*options(family), f"tune={tune}", "save.every=2", "rollout.tickets_per_batch=2"]
-    whole = train(tmp_path / "whole", mode, *settings, "total_steps=4")
-    shared = train(tmp_path / "shared", mode, *settings, "total_steps=4", "placement=shared")
-    train(tmp_path / "parts", mode, *settings, "total_steps=2")
-    resumed = train(tmp_path / "parts", mode, *settings, "total_steps=4", "resume=auto")
-    assert whole.digest == shared.digest == resumed.digest
-    assert len(set(whole.digests)) == 5 and whole.digests == shared.digests
+    whole = in_every_way(tmp_path, mode, *settings, steps=4, first=2)
     assert whole.column("log_prob_gap")[0] < 1e-6
 
 

@@ -26,34 +26,11 @@ from tests.integration.forked_run import ForkedRun
 from tests.integration.runs import Run, train, wait_until
 
 STEPS = 6
-FILES = (
-    "config.yaml",
-    ".hydra/config.yaml",
-    ".hydra/overrides.yaml",
-    "metrics.jsonl",
-    "events.jsonl",
-    "timeline.json",
-    "evaluations.jsonl",
-    "images/step_000000.png",
-    "images/step_000004.png",
-    "images/step_000006.png",
-    "checkpoints/latest",
-    "checkpoints/step_4/manifest.json",
-    "checkpoints/step_6/manifest.json",
-    f"lora/{FILE_NAME}",
-    "report.html",
-    "summary.json",
-    "logs/controller.log",
-    "logs/rollout-0.log",
-    "logs/rollout-1.log",
-    "logs/trainer-0.log",
-    "logs/trainer-1.log",
-    "logs/reward-0.log",
-)
-METRICS = """
-    step policy_version reward/mean reward/std reward/color/mean zero_std_ratio staleness/mean staleness/max ratio/mean
-    clip_fraction log_prob_gap grad_norm lr loss timing/step timing/wait_rollout timing/update timing/publish
-    pool/rollout/busy pool/trainer/busy pool/reward/busy images_per_s
+FILES = f"""
+    config.yaml .hydra/config.yaml .hydra/overrides.yaml metrics.jsonl events.jsonl timeline.json evaluations.jsonl
+    images/step_000000.png images/step_000004.png images/step_000006.png checkpoints/latest
+    checkpoints/step_4/manifest.json checkpoints/step_6/manifest.json lora/{FILE_NAME} report.html summary.json
+    logs/controller.log logs/rollout-0.log logs/rollout-1.log logs/trainer-0.log logs/trainer-1.log logs/reward-0.log
 """
 TOTALS = "wall_seconds images_per_s steady_images_per_s staleness_mean efficiency reward_first reward_last"
 STATES = {"busy", "wait_data", "wait_weights", "sync", "idle"}
@@ -67,8 +44,9 @@ def run(full_run: Run) -> Run:
 
 def test_files_and_nothing_else_but_the_lock_and_the_monitors(run: Run) -> None:
     """The configuration is the one that ran."""
-    assert [name for name in FILES if not (run.root / name).stat().st_size and not name.startswith("logs/")] == []
-    named = {name.split("/")[0] for name in FILES}
+    files = FILES.split()
+    assert [name for name in files if not (run.root / name).stat().st_size and not name.startswith("logs/")] == []
+    named = {name.split("/")[0] for name in files}
     assert {entry.name for entry in run.root.iterdir()} == named | {".lock", "tensorboard", "wandb"}
     assert {path.name for path in (run.root / "checkpoints").iterdir()} == {"step_4", "step_6", "latest"}
     assert (run.root / "checkpoints/latest").read_text().strip() == "step_6"
@@ -83,9 +61,8 @@ def test_metrics(run: Run) -> None:
     assert run.column("step") == list(range(STEPS))
     assert run.column("policy_version") == list(range(STEPS))
     for line in run.metrics:
-        assert not [key for key in METRICS.split() if not isinstance(line.get(key), int | float)]
-        assert all(math.isfinite(line[key]) for key in METRICS.split())
-        assert line["kl"] is None
+        numbers = [value for value in line.values() if isinstance(value, int | float)]
+        assert len(numbers) > 40 and all(map(math.isfinite, numbers)) and line["kl"] is None
         assert line["timing/step"] >= line["timing/update"] > 0
         assert line["timing/step"] > line["timing/publish"] > 0
         assert all(0 <= line[f"pool/{pool}/busy"] <= 1.001 for pool in ("rollout", "trainer", "reward"))

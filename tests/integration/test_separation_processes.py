@@ -204,22 +204,20 @@ async def main():
         print(await worker.call("os:getpriority", 0, 0) - os.getpriority(0, 0), flush=True)
         job = asyncio.create_task(worker.call("sleep", 600.0))
         await asyncio.sleep(0.2)
-        if sys.argv[2] == "raise":
-            raise ValueError("the body failed")
         await job
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("ending", ["interrupt", pytest.param("raise", marks=pytest.mark.slow), "kill"])
+@pytest.mark.parametrize("ending", ["interrupt", "kill"])
 def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
     mark = f"mark-{uuid.uuid4()}"
     script = tmp_path / "driver.py"
     script.write_text(SCRIPT)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"TEST_MARK": mark}
     driver = subprocess.Popen(
-        [sys.executable, str(script), str(ROOT), ending],
+        [sys.executable, str(script), str(ROOT)],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -230,14 +228,13 @@ def test_no_process_outlives_the_driver(ending: str, tmp_path: Path) -> None:
     assert "hello from trainer-0" in driver.stdout.readline()
     assert driver.stdout.readline() == "0\n", "workers are as nice as the driver, not more"
     running = marked_processes(mark)
-    assert len(running) > 3 or ending == "raise", "the mark must be inherited for this test to mean much"
-    if ending != "raise":
-        driver.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
+    assert len(running) > 3, "the mark must be inherited for this test to mean much"
+    driver.send_signal(signal.SIGINT if ending == "interrupt" else signal.SIGKILL)
     _, errors = driver.communicate(timeout=180)
     assert driver.returncode != 0
     if ending == "kill":
         assert left_after(180, lambda: marked_processes(mark)) == []
     else:
-        assert ("KeyboardInterrupt" if ending == "interrupt" else "the body failed") in errors
+        assert "KeyboardInterrupt" in errors
         # All are killed by then; a busy machine takes a moment to end them, what was forgotten lives for a minute.
         assert left_after(20, lambda: marked_processes(mark)) == []
