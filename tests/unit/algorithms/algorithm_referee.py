@@ -5,7 +5,6 @@ the gradient with respect to every step's (a, b) is known, at any mixture of pol
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,6 +20,7 @@ from async_flowrl.config.schema import AlgorithmConfig
 D = 4
 SIGMAS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 STEPS = range(4)
+COUNT = 100_000
 GOAL = torch.tensor([0.6, -0.4, 0.2, 0.5], dtype=torch.float64)
 Array = npt.NDArray[np.float64]
 
@@ -56,10 +56,10 @@ def coefficients(index: int, sde_type: str, noise_level: float) -> tuple[float, 
 
 
 @lru_cache(maxsize=4)
-def sample(weights: Weights, sde_type: str, noise_level: float, *, count: int, seed: int) -> tuple[Tensor, Tensor]:
+def sample(weights: Weights, sde_type: str, noise_level: float) -> tuple[Tensor, Tensor]:
     """Trajectories [5, N, D] float64 up to the last noisy step's result, and rewards [N] after the ODE step."""
-    generator = torch.Generator().manual_seed(seed)
-    draw = torch.randn(5, count, D, generator=generator, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn(5, COUNT, D, generator=generator, dtype=torch.float64)
     points = [draw[0]]
     for index in STEPS:
         p, q, std = coefficients(index, sde_type, noise_level)
@@ -81,13 +81,9 @@ def expected_reward(parameters: Tensor, last: Weights, sde_type: str, noise_leve
     return -((mean - GOAL).square() + variance).sum()
 
 
-def stacked(step_weights: Sequence[Weights]) -> Tensor:
-    return torch.tensor([[w.a, *w.b] for w in step_weights], dtype=torch.float64)
-
-
 def exact_gradient(step_weights: list[Weights], last: Weights, sde_type: str, noise_level: float) -> Tensor:
     """[4, 5] float64: d E[reward] / d (a, b) of each noisy step; the ODE step has `last`."""
-    parameters = stacked(step_weights).requires_grad_()
+    parameters = torch.tensor([[w.a, *w.b] for w in step_weights], dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(expected_reward(parameters, last, sde_type, noise_level), parameters)
     return gradient
 
@@ -104,21 +100,21 @@ def per_step_target(current: Weights, sampler: Weights, sde_type: str, noise_lev
     return torch.stack(rows)
 
 
-def micro_batch(points: Tensor, advantages: Array, indices: Sequence[int]) -> MicroBatch:
-    """The rows of these steps, step by step, as the trainer would build them."""
-    count, times = points.shape[1], len(indices)
-    sigmas, steps = torch.tensor(SIGMAS), torch.tensor(indices).repeat_interleave(count)
+def micro_batch(points: Tensor, advantages: Array, index: int) -> MicroBatch:
+    """The rows of this step, as the trainer would build them."""
+    count, sigmas = points.shape[1], torch.tensor(SIGMAS)
+    steps = torch.full((count,), index)
     return MicroBatch(
-        latents=points[list(indices)].flatten(0, 1).float(),
-        next_latents=points[[index + 1 for index in indices]].flatten(0, 1).float(),
+        latents=points[index].float(),
+        next_latents=points[index + 1].float(),
         sigma=sigmas[steps],
         sigma_next=sigmas[steps + 1],
         steps=steps,
         sigmas=sigmas,
-        advantages=torch.from_numpy(advantages).float().repeat(times),
-        positive=tuple((advantages > 0).tolist()) * times,
-        rollout_log_prob=torch.zeros(count * times),
-        seeds=tuple(range(count)) * times,
+        advantages=torch.from_numpy(advantages).float(),
+        positive=tuple((advantages > 0).tolist()),
+        rollout_log_prob=torch.zeros(count),
+        seeds=tuple(range(count)),
         age=1,
     )
 
@@ -156,18 +152,16 @@ def estimate(
     sampler: Weights,
     behaviour: Weights | None,
     scale: Tensor,
-    count: int = 100_000,
-    seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Ascent direction [5] and its standard error [5]: steps summed with weights `scale` [4], rows averaged."""
     config = algorithm.config
-    points, rewards = sample(sampler, config.sde_type, config.noise_level, count=count, seed=seed)
+    points, rewards = sample(sampler, config.sde_type, config.noise_level)
     (advantages,) = algorithm.advantages({"reward": [rewards.numpy()]})
-    total = torch.zeros(count, 5, dtype=torch.float64)
+    total = torch.zeros(COUNT, 5, dtype=torch.float64)
     for index in STEPS:
-        batch = recorded_by(sampler, config, micro_batch(points, advantages, [index]), index)
+        batch = recorded_by(sampler, config, micro_batch(points, advantages, index), index)
         total -= scale[index] * row_gradients(algorithm, batch, current, behaviour)
-    return total.mean(dim=0), total.std(dim=0) / math.sqrt(count)
+    return total.mean(dim=0), total.std(dim=0) / math.sqrt(COUNT)
 
 
 def deviations(estimated: tuple[Tensor, Tensor], exact: Tensor) -> float:

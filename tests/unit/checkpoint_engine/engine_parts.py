@@ -68,10 +68,10 @@ class Gone(ConnectionError):
 
 
 class Sender:
-    """A publisher behind virtual delays; `value` is what version v holds in every element."""
+    """A publisher behind virtual delays; every element of version v is v."""
 
-    def __init__(self, publisher: Publisher, *, seal_seconds: float = 0.1) -> None:
-        self.publisher, self.seal_seconds = publisher, seal_seconds
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
         self.served: list[int] = []
 
     async def stage(self, version: int) -> None:
@@ -80,7 +80,7 @@ class Sender:
         self.publisher.stage(version, deadline=0.0)
 
     async def seal(self, version: int) -> Header:
-        await asyncio.sleep(self.seal_seconds)
+        await asyncio.sleep(0.1)
         return self.publisher.seal(version)
 
     async def payload(self, version: int) -> Any:

@@ -62,14 +62,12 @@ class FaultyLink(TorchLink):
             os.kill(os.getpid(), signal.SIGSTOP if self.fault.startswith("silent") else signal.SIGKILL)
 
 
-def receiving(
-    connections: Channel, results: Connection, transport: str, shape: dict[str, Any], *, fault: str, capacity: int
-) -> None:
+def receiving(connections: Channel, results: Connection, transport: str, shape: dict[str, Any], fault: str) -> None:
     """A receiving process: answers deliveries, and questions on `results` as `Child.ask` puts them."""
     torch.set_num_threads(1)
     links_module.BUCKET_BYTES = BUCKET_BYTES
     zeros = {name: torch.zeros_like(tensor) for name, tensor in lora(**shape).items()}
-    receiver = Receiver(zeros, alpha=ALPHA, rank=RANK, capacity=capacity)
+    receiver = Receiver(zeros, alpha=ALPHA, rank=RANK)
     group = None
     if fault or transport != "object_store":
         group = CollectiveReceiver(receiver)
@@ -106,13 +104,12 @@ def usage() -> dict[str, int]:
 class Child:
     """One receiving process and its endpoint."""
 
-    def __init__(self, name: str, transport: str, shape: dict[str, Any], *, fault: str = "", capacity: int = 2) -> None:
+    def __init__(self, name: str, transport: str, shape: dict[str, Any], fault: str) -> None:
         ours, theirs = channel(CONTEXT)
         self._results, results = CONTEXT.Pipe()
         self.process: BaseProcess = CONTEXT.Process(
             target=receiving,
-            args=(theirs, results, transport, shape),
-            kwargs={"fault": fault, "capacity": capacity},
+            args=(theirs, results, transport, shape, fault),
             daemon=True,
         )
         self.process.start()
@@ -163,7 +160,7 @@ class Rig:
         self.replaced.append((name, type(error).__name__))
 
     async def join(self, name: str, *, fault: str = "") -> Child:
-        child = self.children[name] = Child(name, self.transport, self.shape, fault=fault)
+        child = self.children[name] = Child(name, self.transport, self.shape, fault)
         await asyncio.to_thread(child.ask, "usage")
         assert await self.delivery.join(child.end, self.publisher.retained()[-1:])
         return child

@@ -42,10 +42,10 @@ def sizes(given: Config) -> Sizes:
     return stored_sizes(given, STORED, 2)
 
 
-def node(total: float, free: float | None = None, **workers: list[int]) -> NodeProcesses:
+def node(total: float, **workers: list[int]) -> NodeProcesses:
     """A node with so many bytes; without `workers` all of them are on it, and one for rewards."""
     there = workers or {"trainer": [0, 1], "rollout": [0, 1], "reward/color": [0]}
-    memory = NodeMemory("a", round(total), round(total if free is None else free))
+    memory = NodeMemory("a", round(total), round(total))
     return NodeProcesses("10.0.0.1", memory, there)
 
 

@@ -295,15 +295,10 @@ def test_a_seat_that_is_too_small_is_refused_before_models_are_loaded() -> None:
     assert check_devices(config, {"reward/judge": 79 * GIB}) == []
 
 
-def large_model() -> Sizes:
-    """Qwen-Image's sizes."""
-    base, text = 40_600_000_000, 2 * 8_292_166_656
-    return Sizes(base // 2, base, 60, int(0.63 * GIB), 0, 421_900_000, text, 126_900_000, 0, 2, full=False)
-
-
 def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> None:
     config = compose_config("one_step_off", ["rollout.engine=vllm_omni"])
     spread = replace(config, rollout=replace(config.rollout, gpus_per_worker=4))
-    one, four = (rollout_footprint(each, large_model()).parts["base weights"] for each in (config, spread))
+    model = model_sizes(config)
+    one, four = (rollout_footprint(each, model).parts["base weights"] for each in (config, spread))
     assert four == -(-one // 4)
     assert (gpus_taken(config), gpus_taken(spread)) == (2, 5)

@@ -38,12 +38,16 @@ class Tied(nn.Module):
         self.register_buffer("positions", torch.arange(4))
 
 
-class Visited:
-    """A policy and a residence of its text encoders in one: keeps what was encoded, and in which visit."""
+class Scribe:
+    """A policy that encodes a prompt as its letters; counts loads, and visits of its encoders to the device."""
 
     def __init__(self) -> None:
-        self.visits, self.inside = 0, False
-        self.encoded: list[tuple[int, EncoderInput, str | None, bool]] = []
+        self.loaded, self.visits, self.inside = 0, 0, False
+        self.encoded: list[EmbeddingKey] = []
+
+    def load(self) -> Any:
+        self.loaded += 1
+        return self
 
     @contextmanager
     def visit(self) -> Iterator[None]:
@@ -54,29 +58,32 @@ class Visited:
     def encode(
         self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
     ) -> list[Conditioning]:
-        assert self.inside
-        self.encoded += [(self.visits, text, system, negative) for text in texts]
-        return [{"prompt_embeds": np.full(3, len(self.encoded), np.float32)} for _ in texts]
+        assert self.inside or self.loaded
+        self.encoded += [(text, system, negative) for text in texts]
+        letters = str((*texts, system, negative)).encode()
+        return [{"prompt_embeds": np.frombuffer(letters, np.uint8).astype(np.float32)} for _ in texts]
 
 
 def test_what_a_ticket_lacks_is_encoded_in_one_visit_and_never_again() -> None:
-    visited = Visited()
+    visited = Scribe()
     prompts = Prompts(PolicyEncoder(visited, visited.visit))
     first = prompts.embeddings([("red", None, False), (" ", None, True)])
-    assert visited.encoded == [(1, "red", None, False), (1, " ", None, True)]
+    assert visited.encoded == [("red", None, False), (" ", None, True)] and visited.visits == 1
     assert prompts.embeddings([("red", None, False), (" ", None, True)])[1] is first[1]
     prompts.embeddings([("red", "Be bold.", False), (" ", None, True), ("red", "Be bold.", False)])
-    assert visited.encoded[2:] == [(2, "red", "Be bold.", False)] and visited.visits == 2
+    assert visited.encoded[2:] == [("red", "Be bold.", False)] and visited.visits == 2
     prompts.encode_negatives(["green", "blue"])
-    assert [text for _, text, *_ in visited.encoded[3:]] == ["green", "blue"] and visited.visits == 3
+    assert [text for text, *_ in visited.encoded[3:]] == ["green", "blue"] and visited.visits == 3
 
 
 def test_the_cache_has_room_for_so_many_bytes_and_forgets_what_was_used_longest_ago() -> None:
-    visited = Visited()
-    prompts = Prompts(PolicyEncoder(visited, visited.visit), max_bytes=2 * 12)  # of two prompts
+    visited = Scribe()
+    prompts = Prompts(
+        PolicyEncoder(visited, visited.visit), max_bytes=2 * 4 * len(str(("a", None, False)))
+    )  # of two prompts
     for text in ("a", "b", "a", "c", "a", "b"):
         prompts.embeddings([(text, None, False)])
-    assert [text for _, text, *_ in visited.encoded] == ["a", "b", "c", "b"]
+    assert [text for text, *_ in visited.encoded] == ["a", "b", "c", "b"]
     assert len(prompts.embeddings([(text, None, False) for text in "defg"])) == 4
 
 
@@ -113,24 +120,6 @@ NEGATIVE: EmbeddingKey = ("red", None, True)
 def little_to_search() -> None:
     """Whoever frees encoders searches all objects for garbage: those of the tests before these are left out."""
     gc.freeze()
-
-
-class Scribe:
-    """A policy that encodes a prompt as its letters, and counts how often it was loaded."""
-
-    def __init__(self) -> None:
-        self.loaded, self.encoded = 0, list[EmbeddingKey]()
-
-    def load(self) -> Any:
-        self.loaded += 1
-        return self
-
-    def encode(
-        self, texts: Sequence[EncoderInput], system: str | None = None, *, negative: bool = False
-    ) -> list[Conditioning]:
-        self.encoded += [(text, system, negative) for text in texts]
-        letters = str((*texts, system, negative)).encode()
-        return [{"prompt_embeds": np.frombuffer(letters, np.uint8).astype(np.float32)} for _ in texts]
 
 
 def stored(folder: Path, scribe: Scribe) -> StoredEmbeddings:

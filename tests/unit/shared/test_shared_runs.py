@@ -12,7 +12,7 @@ from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.toy import Disturbance
 from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault, once
-from tests.support.toy_recovery import Disturb, events, logged, rollbacks, run_controller, summary
+from tests.support.toy_recovery import events, logged, rollbacks, run_controller, summary
 from tests.support.toy_shared import SAMPLING, TRAINING, ToySharedTrainer, shared_config, shared_toys
 from tests.unit.shared.shared_runs import MODES, check, first, shared
 
@@ -128,26 +128,16 @@ def test_a_worker_that_has_made_other_weights_ends_the_run_by_name() -> None:
 SHAKEN = Timing(seed=3, spread=0.8, update=0.3)
 
 
-def ran(
-    root: Path,
-    workers: int,
-    *faults: Fault,
-    k: int = 1,
-    observer: ListObserver | None = None,
-    disturb: Disturb | None = None,
-    timing: Timing = SHAKEN,
-    **changes: Any,
-) -> Path:
-    """Returns `root`, in which a run or a part of it was made; `disturb` runs beside the controller."""
-    config = shared_config(k, workers, hand_over="stream", **{"save__every": 2, "resume": "auto", **changes})
+def ran(root: Path, workers: int, *faults: Fault) -> Path:
+    """Returns `root`, in which a run or a part of it was made."""
+    config = shared_config(1, workers, hand_over="stream", save__every=2, resume="auto")
     config.output_dir = str(root)
 
     def fault(worker: str, method: str, number: int) -> str | None:
         return next((what for one in faults if (what := one(worker, method, number))), None)
 
-    world = World(timing, fault, observer or ListObserver())
     with shared_toys():
-        assert run_controller(config, root, world, disturb=disturb) is None
+        assert run_controller(config, root, World(SHAKEN, fault, ListObserver())) is None
     return root
 
 
@@ -209,15 +199,15 @@ def stuck(first: int, last: float) -> Fault:
     return fault
 
 
-def losing(step: int, payload: int) -> Disturbance:
-    """Loses the images (0) or the trajectory (1) of a ticket of `step` while that is trained and step + 1 is made."""
+def losing(step: int) -> Disturbance:
+    """Loses the trajectory of a ticket of `step` while that is trained and step + 1 is made."""
 
     async def lose(ctx: Any, groups: Any) -> None:
         while True:
             live = [ticket for ticket in ctx.table.live() if ticket.kind == "train"]
             due = [t for t in live if t.step == step == ctx.table.step and t.payload]
             if due and any(t.step == step + 1 and str(t.state) == "RUNNING" for t in live):
-                due[-1].payload[payload].lost = True
+                due[-1].payload[1].lost = True
                 return
             await asyncio.sleep(0.05)
 
@@ -247,7 +237,7 @@ def test_a_reward_that_is_stuck_for_good_ends_the_run_by_name(mode: str) -> None
 @pytest.mark.parametrize("mode", AHEAD)
 def test_all_of_it_at_once(mode: str) -> None:
     """An evaluation at every step, a trajectory that is lost, and a reward that is stuck and comes back."""
-    found = shared(mode, 1, stuck(12, 13), disturb=losing(2, 1), deadlines__score=5.0, reward__retries=3, **EVALUATED)
+    found = shared(mode, 1, stuck(12, 13), disturb=losing(2), deadlines__score=5.0, reward__retries=3, **EVALUATED)
     check(found, mode, **EVALUATED)
     assert len(found.evaluated) == 7 and found.table.retried == 1
     assert len(found.observer.of("injected")) == found.groups["reward"].replaced == 2

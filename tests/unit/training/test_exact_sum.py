@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -91,27 +90,21 @@ def test_the_next_exponent_fits_with_room(largest: float) -> None:
     assert account.fits(found - HEADROOM_BITS) and not account.fits(found - HEADROOM_BITS - 1)
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    add: Callable[[ExactSum, torch.Tensor], torch.Tensor] = ExactSum.add
-
-    def recording(self: ExactSum, gradient: torch.Tensor) -> torch.Tensor:
-        found.append(gradient.clone())
-        return add(self, gradient)
-
-    monkeypatch.setattr(ExactSum, "add", recording)
-    return found
-
-
 def test_a_referee_finds_the_gradient_of_a_real_step(
     handed: list[list[rig.Handed]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contributions, means, mean = recorded(monkeypatch), list[torch.Tensor](), ExactSum.mean
+    contributions, means = list[torch.Tensor](), list[torch.Tensor]()
+    add, mean = ExactSum.add, ExactSum.mean
+
+    def recorded(self: ExactSum, gradient: torch.Tensor) -> torch.Tensor:
+        contributions.append(gradient.clone())
+        return add(self, gradient)
 
     def kept(self: ExactSum, out: torch.Tensor, rows: int) -> None:
         mean(self, out, rows)
         means.append(out.clone())  # the step's length is measured in that memory later
 
+    monkeypatch.setattr(ExactSum, "add", recorded)
     monkeypatch.setattr(ExactSum, "mean", kept)
     worker = rig.trainer(rig.tiny_config(micro_batch_size=2, max_grad_norm=math.inf))
     rig.update(worker, 0, handed[0])
