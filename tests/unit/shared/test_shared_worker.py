@@ -43,18 +43,15 @@ def worker(config: Config, *, first: str = "rollout") -> SharedWorker:
     return one
 
 
-@pytest.fixture(scope="module", params=["rollout", "trainer"])
-def loaded(request: pytest.FixtureRequest) -> SharedWorker:
-    return worker(shared_config(), first=request.param)
-
-
 def bases(one: SharedWorker) -> list[dict[str, torch.Tensor]]:
     """The base that it samples with, and the one that it trains on."""
     return [base_tensors(policy.transformer) for policy in (one.rollout.engine.policy, one.trainer.policy)]
 
 
 @pytest.mark.extended
-def test_one_base_is_in_memory(loaded: SharedWorker) -> None:
+@pytest.mark.parametrize("first", ["rollout", "trainer"])
+def test_one_base_is_in_memory(first: str) -> None:
+    loaded = worker(shared_config(), first=first)
     sampling, training = bases(loaded)
     assert sampling.keys() == training.keys() and len(sampling) > 20
     assert all(training[name].data_ptr() == tensor.data_ptr() for name, tensor in sampling.items())
