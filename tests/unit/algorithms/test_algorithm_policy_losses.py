@@ -69,7 +69,7 @@ ENGINE_GAP = torch.linspace(-0.02, 0.02, len(STEPS))
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("flow_grpo", {"clip_range": 1e-3}),
     ("flow_grpo", {"clip_range": 0.05}),
-    ("flow_grpo", {"clip_range": 0.05, "clip_unit": "nats"}),
+    ("flow_grpo", {"clip_range": 0.012, "clip_unit": "nats"}),
     ("flow_grpo", {"clip_range": 0.05, "kl_coef": 0.04, "kl_form": "code"}),
     ("flow_grpo", {"clip_range": 0.05, "kl_coef": 0.04, "kl_form": "exact"}),
     ("flow_grpo", {"clip_range": 0.05, "correction": "tis", "tis_cap": 1.1}),
