@@ -18,6 +18,7 @@ from checkpoint_engine import (
     VersionGone,
     WeightsMismatch,
 )
+from checkpoint_engine.publisher import HostBuffers
 from tests.support.live import live_digest
 from tests.unit.checkpoint_engine.engine_parts import ALPHA, RANK, blank, ends, flipped, lora, resealed, sealed
 
@@ -141,6 +142,17 @@ def test_publisher_retains_the_newest_and_the_held() -> None:
     assert publisher.retained() == ()
     for version in (0, 1):
         publisher.stage(version, deadline=0.0)
+
+
+def test_a_buffer_comes_back_when_its_last_reader_lets_go() -> None:
+    buffers = HostBuffers(Layout.of(lora()))
+    first = buffers.take()
+    place, kept = first.data.ctypes.data, torch.from_numpy(first.data[8:16])
+    del first
+    second = buffers.take()
+    assert second.data.ctypes.data != place, "a tensor made of a slice of it still reads it"
+    del kept
+    assert buffers.take().data.ctypes.data == place
 
 
 def test_other_tensors_of_the_layout_can_be_published() -> None:

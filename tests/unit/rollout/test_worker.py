@@ -13,10 +13,10 @@ from async_flowrl.config.schema import Config
 from async_flowrl.policies.registry import resolve_model
 from async_flowrl.rollout.base import Export, Rollout
 from async_flowrl.rollout.diffusers_engine import DiffusersEngine
-from async_flowrl.rollout.rollout_worker import RolloutWorker
+from async_flowrl.rollout.rollout_worker import RolloutWorker, is_swap
 from async_flowrl.types import EVALUATION, TRAIN, RolloutReport, RolloutRequest
 from checkpoint_engine import EVALUATION as EVALUATION_SLOT
-from checkpoint_engine import Activation, Draft, Publisher, Receiver
+from checkpoint_engine import PROOF_VERSION, Activation, Draft, Publisher, Receiver
 from tests.support.tiny import randomise, request
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Timing
@@ -98,6 +98,28 @@ def test_the_engine_is_told_the_version_of_every_ticket() -> None:
     for version in (0, 2, 2):
         made(worker, version)
     assert engine.adopted == [Activation("policy", version, digests[version]) for version in (0, 2, 2)]
+
+
+def active(stream: str, version: int, digest: str = "") -> Activation:
+    return Activation(stream, version, digest or f"{stream} {version}")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "swap"),
+    [
+        (None, active("policy", 0), 0),
+        (active("policy", PROOF_VERSION), active("policy", 0), 0),
+        (active("policy", 3), active("policy", 3), 0),
+        (active("policy", 3), active("policy", 4), 0),
+        (active("policy", 3), active("policy", 5), 0),
+        (active("policy", 4), active("policy", 3), 1),
+        (active("policy", 4), active("ema", 4), 1),
+        (active("ema", 4), active("policy", 5), 1),
+        (active("ema", 4, "same"), active("policy", 4, "same"), 0),
+    ],
+)
+def test_an_exchange_is_what_is_no_newer_version(before: Activation | None, now: Activation, swap: int) -> None:
+    assert is_swap(before, now) == swap
 
 
 IMAGES, STEPS = 3, 6
