@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from async_flowrl.cli.verify import verify
 from benchmarks import prove
-from benchmarks.prove import SHORT_RUN, digest, events, finish, killed, start, undisturbed, wait_for
+from benchmarks.prove import SHORT_RUN, digest, events, finish, killed, running_worker, start, undisturbed, wait_for
+from separation.processes import alive
 from tests.integration.runs import lines
 from tests.support.killed_trainer import PHASES, drawn, run_killed
 
@@ -87,6 +89,29 @@ def test_a_killed_trainer_rank(expected: str, tmp_path: Path, victim: int, setti
     assert trained - 1 <= back <= trained
     assert digest(folder) == expected
     assert [row for row in verify(folder) if not row[1]] == []
+
+
+def test_a_hung_rollout_worker_is_killed_before_its_slot_is_used_again(expected: str, tmp_path: Path) -> None:
+    """It is stopped in the middle of a ticket, as a process that waits for a device for ever would be."""
+    folder = tmp_path / "run"
+    slow = ["rollout.num_workers=2", "disturb.generate=0.5", "disturb.constant=true"]
+    run = start(folder, [*slow, "deadlines.generate=10"])
+    hung = wait_for(run, folder, lambda: running_worker(folder, step=2), "a ticket of step 2 is RUNNING")
+    name = next(event["worker"] for event in events(folder, "worker") if event["pid"] == hung)
+    process = psutil.Process(hung)
+    os.kill(hung, signal.SIGSTOP)
+    slot = name.split(".")[0]
+    wait_for(
+        run,
+        folder,
+        lambda: f"{slot}.1" in {event["worker"] for event in events(folder, "worker")},
+        "its slot is used again",
+    )
+    assert not alive(process), "the hung process still lives"
+    finish(run, folder)
+    (fault,) = events(folder, "fault")
+    assert (fault["worker"], fault["kind"]) == (name, "DeadlineExceeded")
+    assert digest(folder) == expected
 
 
 SEED = int(os.environ.get("KILL_SEED", "0"))

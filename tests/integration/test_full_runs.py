@@ -1,7 +1,9 @@
 """Tests of runs with tune=full: they keep the promises of LoRA runs, and diffusers loads their models."""
 
 import logging
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from async_flowrl.cli.generate import main as generate_command
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import read_config
 from async_flowrl.policies import trained_file
-from tests.integration.runs import Run, train
+from tests.integration.runs import Run, start, train, wait_until
 from tests.integration.whole_weights import Received, check_all_changed_and_delivered, watched_receivers, whole
 
 FULL = (
@@ -126,3 +128,17 @@ def test_the_commands_take_a_runs_transformer(plain: Run, tmp_path: Path, capsys
     config = read_config(plain.root / "config.yaml")
     (sheet,) = generate(config.model, sampling_of(config), None, PROMPTS[:1], seed=0, images=1)
     assert sheet.width < 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_a_killed_driver(tmp_path: Path, mode: str) -> None:
+    deeper = ["max_staleness=3"] if mode == "fully_async" else []
+    settings = (*FULL, "total_steps=4", "runtime.backend=local", *deeper)
+    plain = train(tmp_path / "plain", mode, *settings)
+    process = start(tmp_path / "killed", mode, *settings)
+    wait_until(process, (tmp_path / "killed" / "checkpoints" / "step_2").exists, "its second checkpoint")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    again = train(tmp_path / "killed", mode, *settings, "resume=auto")
+    assert again.digest == plain.digest and again.digests[-1] == plain.digests[-1]

@@ -1,6 +1,8 @@
 """Tests of runs with tune=full, in which each of two trainer ranks, a process each, has a share of the weights."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from async_flowrl.cli.verify import verify
 from tests.integration.forked_ranks import train_with_forked_ranks
-from tests.integration.runs import DELAYS, TINY, Run, start, train, train_here_on_ray
+from tests.integration.runs import DELAYS, TINY, Run, start, train, train_here_on_ray, wait_until
 from tests.integration.whole_weights import Received, check_all_changed_and_delivered, watched_receivers, whole
 from tests.support.killed_trainer import Kill, run_killed
 
@@ -120,6 +122,32 @@ def test_stream_is_sync(tmp_path: Path) -> None:
     assert sync.sample_log == stream.sample_log and sync.column("staleness/max") == [0, 0]
     ours, theirs = whole(sync), whole(stream)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the average, too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["trainer-1", "rollout-0", "driver"])
+def test_a_killed_process(tmp_path: Path, victim: str) -> None:
+    settings = (*SHARDED, "total_steps=4", "rollout.num_workers=2", "disturb.update=0.3")
+    calm, folder = tmp_path / "calm", tmp_path / "run"
+    process = start(calm, "one_step_off", *settings)
+    assert process.wait(timeout=300) == 0
+    process = start(folder, "one_step_off", *settings)
+    wait_until(process, (folder / "checkpoints" / "step_2").exists, "its second checkpoint")
+    if victim == "driver":
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process = start(folder, "one_step_off", *settings, "resume=auto")
+    else:
+        pids = [
+            event["pid"] for event in Run(folder).events if event["event"] == "worker" and event["worker"] == victim
+        ]
+        os.kill(pids[-1], signal.SIGKILL)
+    assert process.wait(timeout=300) == 0
+    again = Run(folder)
+    assert again.digest == Run(calm).digest and again.digests[-1] == Run(calm).digests[-1]
+    back = [event["step"] for event in again.events if event["event"] == "rollback"]
+    assert bool(back) == (victim != "rollout-0"), "a trainer rank's death goes back to the checkpoint"
+    assert [row for row in verify(folder) if not row[1]] == []
 
 
 @pytest.mark.slow
