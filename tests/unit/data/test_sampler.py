@@ -27,13 +27,6 @@ def test_every_prompt_comes_once_per_epoch(num_prompts: int, prompts_per_step: i
     assert set(Counter(drawn).values()) == {2 * prompts_per_step}
 
 
-def test_a_step_does_not_depend_on_the_steps_before() -> None:
-    forward = [Sampler(100, 8, seed=1, shuffle=True).step(step) for step in range(50)]
-    sampler = Sampler(100, 8, seed=1, shuffle=True)
-    backward = [sampler.step(step) for step in reversed(range(50))]
-    assert forward == backward[::-1]
-
-
 def test_without_shuffling_prompts_come_in_file_order() -> None:
     sampler = Sampler(3, 2, seed=0, shuffle=False)
     assert [sampler.step(step) for step in range(3)] == [(0, 1), (2, 0), (1, 2)]

@@ -38,7 +38,6 @@ def test_a_mapping_per_image_has_a_score_and_extras() -> None:
     ("returned", "message"),
     [
         (["1.5", "2"], r"must return 2 finite numbers, got \['1.5', '2'\]"),
-        (np.array(["1.5", "2"]), "must return 2 finite numbers, got array"),
         ([1.0], r"must return 2 finite numbers, got shape \[1\]"),
         ({"score": 1.0}, "must return 2 finite numbers, or a list with a mapping for each image, got"),
         ([1.0, float("inf")], r"must return 2 finite numbers, got \[1.0, inf\]"),

@@ -35,11 +35,6 @@ def test_the_total_is_the_weighted_sum_and_parts_are_unweighted() -> None:
     assert scores.total == (-2.0, 0.0, 2.0, 4.0)
 
 
-def test_tickets_of_a_group_are_scored_as_one_group_in_order() -> None:
-    config = terms(pixel="first_pixel")
-    assert score(config, IMAGES[:1], IMAGES[1:3], IMAGES[3:]).total == score(config, IMAGES).total
-
-
 def test_async_and_plain_terms_run_side_by_side() -> None:
     scores = score(terms(plain="meets_another", asynchronous="meets_another_async"))
     assert scores.total == (3.0,) * 4
@@ -63,11 +58,6 @@ def test_bad_results_are_refused_by_name(reward: str, came_back: str) -> None:
     assert "reward 'bad'" in failure.reason and PROMPT.text in failure.reason
     # The other term is not lost with it.
     assert (scores.by_term, scores.total) == ({"good": (0.25,) * 4}, (0.25,) * 4)
-
-
-def test_a_term_may_have_the_word_on_in_its_name() -> None:
-    (failure,) = score(terms(**{"text on signs": "breaks"})).failed.values()
-    assert failure.reason.startswith("reward 'text on signs' failed on prompt ")
 
 
 @pytest.mark.parametrize("reward", ["refuses", "refuses_in_a_group", "RefusesOne"])

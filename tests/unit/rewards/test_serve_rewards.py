@@ -1,4 +1,4 @@
-"""Tests of `serve-rewards`: its scores and extras."""
+"""Tests of `serve-rewards`: its scores and extras, its refusals, and its queue."""
 
 import asyncio
 import base64
@@ -9,7 +9,6 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,15 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from starlette.exceptions import HTTPException
 
 from async_flowrl.cli import serve_rewards as command
+from async_flowrl.cli.scorer import PendingRequest, Scorer
 from async_flowrl.cli.serve_rewards import scorer
 from async_flowrl.config.compose import compose_config
 from async_flowrl.rewards.endpoint import ServerError
 from async_flowrl.rewards.http import HTTP
-from async_flowrl.rewards.http_contract import Limits, read_reply
+from async_flowrl.rewards.http_contract import Limits, ScoreRequest, encode_image, read_reply
 from async_flowrl.rewards.registry import check_rewards
 from async_flowrl.types import ByteArray, Prompt
 from tests.support.reward_server import served
@@ -134,32 +135,43 @@ def test_the_token() -> None:
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
 
 
-def test_several_clients_are_scored_one_after_the_other_and_too_many_are_told_to_wait() -> None:
-    under_way, most, lock, go = 0, 0, threading.Lock(), threading.Event()
+def test_429_counts_those_that_wait_and_a_cancelled_request_frees_its_place_at_once() -> None:
+    began, go, scored = threading.Event(), threading.Event(), list[str]()
 
     def slow(images: ByteArray, prompt: Prompt) -> list[float]:
-        nonlocal under_way, most
-        with lock:
-            under_way += 1
-            most = max(most, under_way)
-        go.wait(60)
-        with lock:
-            under_way -= 1
-        return [float(prompt.text)] * len(images)
+        scored.append(prompt.text)
+        began.set()
+        assert go.wait(60)
+        return [1.0] * len(images)
 
-    async def several(url: str, count: int, refused: int) -> list[Any]:
-        calls = [results(HTTP(url, retries=0), picture()[None], str(number)) for number in range(count)]
-        tasks = [asyncio.ensure_future(each) for each in calls]
-        for first in islice(asyncio.as_completed(tasks), refused):  # the others are held until these have been told
-            with pytest.raises(ServerError, match=r"429 .*ask again later"):
-                await first
+    async def gone() -> bool:
+        return False
+
+    async def test() -> None:
+        scorer = Scorer(slow, Limits(waiting=2))
+
+        async def asked(name: str) -> "asyncio.Task[Any]":
+            pending = PendingRequest(gone, ScoreRequest([encode_image(picture(), "png")], [Prompt(0, name)]))
+            scorer.reserve(pending, 100)
+            task = asyncio.create_task(scorer.reply(pending))
+            await asyncio.sleep(0.05)
+            return task
+
+        first = await asked("first")
+        assert await asyncio.to_thread(began.wait, 60)
+        second, third, fourth = [await asked(name) for name in ("2", "3", "4")]
+        with pytest.raises(HTTPException, match="a request is being scored and 2 are waiting already; ask again later"):
+            await fourth
+        assert scorer.reserved == 300 and scored == ["first"], "one after the other"
+        second.cancel()
+        await asyncio.wait([second])
+        assert scorer.reserved == 200
+        fifth = await asked("5")
         go.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(first, third, fifth)
+        assert scored == ["first", "3", "5"] and scorer.reserved == 0
 
-    with served(slow, Limits(waiting=3)) as url:
-        found = asyncio.run(several(url, 6, refused=2))
-        scored = [(number, each) for number, each in enumerate(found) if not isinstance(each, ServerError)]
-        assert len(scored) == 4 and all(each == [number] for number, each in scored) and most == 1
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards" / "http.md").read_text(encoding="utf-8")
