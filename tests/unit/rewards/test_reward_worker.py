@@ -30,7 +30,9 @@ def score(config: RewardConfig, *images: np.ndarray[Any, Any]) -> Scores:
 
 
 def test_the_total_is_the_weighted_sum_and_parts_are_unweighted() -> None:
-    scores = score(terms(pixel=own("first_pixel", 2.0), level=own("constant", -4.0, value=0.5)))
+    """Of a group whose images come in several tickets."""
+    config = terms(pixel=own("first_pixel", 2.0), level=own("constant", -4.0, value=0.5))
+    scores = score(config, IMAGES[:1], IMAGES[1:3], IMAGES[3:])
     assert scores.by_term == {"pixel": (0.0, 1.0, 2.0, 3.0), "level": (0.5,) * 4}
     assert scores.total == (-2.0, 0.0, 2.0, 4.0)
 
