@@ -1,4 +1,4 @@
-"""Tests of workers that may share a device, and of the variables that the pools' environments may set."""
+"""Tests of workers that may share a device, and of workers per node."""
 
 from dataclasses import replace
 
@@ -51,3 +51,19 @@ def test_nccl_is_allowed_where_every_worker_has_a_device_of_its_own(overrides: l
 def test_shares_of_a_device() -> None:
     assert may_share(0.5, 0.5) and may_share(0.1 + 0.2, 0.7)
     assert not may_share(0.5, 0.6) and not may_share(0, 0.5) and not may_share(1, 0)
+
+
+CLUSTER = "runtime.address=auto"
+EIGHT_HUNDRED = ("rollout.num_workers=800", "checkpoint_engine.transport=nccl")
+
+
+def test_a_group_with_one_worker_of_each_node_is_set_up_in_its_own_time() -> None:
+    """Of 800 workers on 100 nodes it has 100, and so much time is left within deadlines.publish."""
+    check(compose_config("one_step_off", [CLUSTER, *EIGHT_HUNDRED, "rollout.workers_per_node=8"]))
+    with pytest.raises(ConfigError, match=r"deadlines\.publish.* 800 "):
+        check(compose_config("one_step_off", [CLUSTER, *EIGHT_HUNDRED]))
+
+
+def test_whole_nodes_are_accepted() -> None:
+    check(compose_config("one_step_off", [CLUSTER, "trainer.num_workers=16", "trainer.workers_per_node=8"]))
+    check(compose_config("one_step_off", ["rollout.num_workers=2", "rollout.workers_per_node=2"]))

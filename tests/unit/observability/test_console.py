@@ -13,16 +13,9 @@ from async_flowrl.observability.console import Bar, Lines, console_of
 from async_flowrl.observability.evaluations import Curve, Evaluation
 from async_flowrl.observability.result import result_sentences
 from async_flowrl.observability.terminal import run_program
+from tests.unit.observability.test_events_and_ledger import Clock
 
 METRICS = {"reward/mean": 0.25, "staleness/mean": 1.0, "images": 32, "clip_fraction": 0.5, "pool/rollout/busy": 0.9}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Tty(io.StringIO):

@@ -53,7 +53,7 @@ def test_each_row_is_computed_by_the_expert_of_its_level(cfg: float, shared_mode
 
 
 @pytest.mark.parametrize(("quantize", "weights"), [(None, "files"), ("int8", "files"), ("nf4", "random")])
-def test_every_road_has_both_with_the_same_bits(
+def test_every_road_has_both_with_the_same_bits_and_keeps_the_same_weights_in_float32(
     quantize: str | None, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(model_config("wan22"), dtype="bfloat16", quantize=quantize, weights=weights)
@@ -65,6 +65,13 @@ def test_every_road_has_both_with_the_same_bits(
         assert isinstance(network, Experts)
         digests.add(base_digest(dict(network.named_parameters())))
     assert digests == {base_digest(weights_of(built), {name for name, _ in network.named_parameters()})}
+    shapes = load_policy(built, dtype="bfloat16", device="cpu", parts="structure").transformer
+    kept, planned = (
+        {name for name, parameter in each.named_parameters() if parameter.dtype == torch.float32}
+        for each in (network, shapes)
+    )
+    assert {"time_embedder", "scale_shift_table", "norm2"} <= {part for name in kept for part in name.split(".")}
+    assert kept == planned < {name for name, _ in network.named_parameters()}
 
 
 @pytest.mark.parametrize("form", ["diffusers", "peft"])

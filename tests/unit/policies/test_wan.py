@@ -1,7 +1,6 @@
 """Tests of the family Wan: videos against diffusers' pipeline, what stays float32, and frames that are refused."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import diffusers
@@ -11,12 +10,11 @@ from torch import Tensor
 
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.policies.pipeline import PipelinePolicy, with_euler_steps
-from async_flowrl.policies.registry import load_family, load_pipeline, load_policy, resolve_model, weights_of
+from async_flowrl.policies.registry import load_family, load_pipeline, load_policy, resolve_model
 from async_flowrl.policies.tiny import spread_norms
 from async_flowrl.policies.wan import tiny_pipeline
 from async_flowrl.types import Sampling
-from checkpoint_engine import base_digest
-from tests.support.families import NEGATIVE, TEXT, conditioning, denoised, how, model_config
+from tests.support.families import NEGATIVE, TEXT, conditioning, denoised, how
 from tests.support.shared_models import SharedModels
 from tests.unit.rollout.trajectories import replayed
 
@@ -72,23 +70,6 @@ def test_the_trainer_replays_a_video(name: str, cfg: float, kind: str, shared_mo
     sampling = replace(how(name, cfg=cfg, sde_type=kind, noise_level=0.7), resolution=size, num_inference_steps=6)
     _, negative = conditioning(policy)
     assert replayed(policy, sampling, negative=negative).images.shape == (3, *size, 3)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_in_bfloat16_every_road_keeps_the_same_weights_in_float32(
-    quantize: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ASYNC_FLOWRL_CACHE", str(tmp_path))
-    model = resolve_model(replace(model_config("wan"), dtype="bfloat16", quantize=quantize))
-    whole, shapes = (
-        dict(load_policy(model, dtype="bfloat16", device="cpu", parts=parts).transformer.named_parameters())
-        for parts in ("transformer", "structure")
-    )
-    kept = {name for name, parameter in whole.items() if parameter.dtype == torch.float32}
-    assert {"time_embedder", "scale_shift_table", "norm2"} <= {part for name in kept for part in name.split(".")}
-    assert kept == {name for name, parameter in shapes.items() if parameter.dtype == torch.float32} < whole.keys()
-    assert base_digest(whole) == base_digest(weights_of(model), set(whole))
 
 
 def test_frames_that_a_model_cannot_make_are_refused(shared_models: SharedModels) -> None:
