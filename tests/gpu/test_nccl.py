@@ -1,6 +1,5 @@
 """Tests on one GPU of both NCCL links with one rank, and of a flat buffer under a captured CUDA graph."""
 
-import importlib.util
 import threading
 from datetime import timedelta
 
@@ -12,32 +11,16 @@ from checkpoint_engine.collective import CollectiveSender
 from checkpoint_engine.errors import TransferCorrupted, TransferFailed
 from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.side_stream import on
+from tests.gpu.member_tensors import alone, deliver, tensors
 from tests.support.live import live_digest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-MEGABYTE = 10**6
+ROWS = 650
+"""Of each tensor: a megabyte together."""
 
 
-CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs cupy")
-LINKS = pytest.mark.parametrize("transport", ["nccl", pytest.param("pynccl", marks=CUPY)])
-
-
-def tensors(megabytes: float = 1.0, *, device: str = "cuda") -> dict[str, torch.Tensor]:
-    """32 float32 tensors [n, 64] of so many megabytes together."""
-    rows = max(1, int(megabytes * MEGABYTE) // (32 * 64 * 4))
-    generator = torch.Generator(device).manual_seed(0)
-    return {f"m{i}": torch.randn(rows, 64, device=device, generator=generator) for i in range(32)}
-
-
-def alone(transport: str, sender: CollectiveSender, number: int) -> Epoch:
-    """An epoch of which the sender is the only member."""
-    host, port = sender.address()
-    return Epoch(transport, number, "secret", host, port, 1, 60.0)
-
-
-@LINKS
 def test_open_broadcast_abort_and_open_again(transport: str) -> None:
-    publisher = Publisher(tensors())
+    publisher = Publisher(tensors(ROWS))
     sender = CollectiveSender(publisher, "cuda")
     for version in range(3):
         publisher.stage(version)
@@ -51,9 +34,8 @@ def test_open_broadcast_abort_and_open_again(transport: str) -> None:
     sender.abort()
 
 
-@LINKS
 def test_a_broadcast_sends_the_staged_bytes_and_seals_them_meanwhile(transport: str) -> None:
-    source = tensors()
+    source = tensors(ROWS)
     publisher = Publisher(source)
     publisher.stage(0)
     for tensor in source.values():
@@ -68,10 +50,10 @@ def test_a_broadcast_sends_the_staged_bytes_and_seals_them_meanwhile(transport: 
 
 
 def test_bytes_that_arrive_on_the_device_are_digested_bucket_by_bucket_and_kept() -> None:
-    publisher = Publisher(tensors())
+    publisher = Publisher(tensors(ROWS))
     publisher.stage(0)
     header = publisher.seal(0)
-    receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in tensors().items()})
+    receiver = Receiver(tensors(ROWS, fill=0.0))
     intake = receiver.expect(publisher.draft(0))
     with on(intake.side):  # as a transport does
         intake.storage.copy_(torch.from_numpy(publisher.payload(0)[1].copy()))
@@ -88,9 +70,8 @@ def test_bytes_that_arrive_on_the_device_are_digested_bucket_by_bucket_and_kept(
         damaged.accept(header)
 
 
-@LINKS
 def test_a_missing_peer_ends_in_an_error_within_the_deadline(transport: str) -> None:
-    publisher = Publisher(tensors())
+    publisher = Publisher(tensors(ROWS))
     sender = CollectiveSender(publisher, "cuda")
     host, port = sender.address()
     raised: list[BaseException] = []
@@ -113,23 +94,13 @@ def test_a_missing_peer_ends_in_an_error_within_the_deadline(transport: str) -> 
 
 
 def test_staging_on_the_device_is_ordered_before_what_changes_the_weights() -> None:
-    source = tensors(64.0)
-    publisher = Publisher(source)
-    for version in range(4):
-        for tensor in source.values():
-            tensor.fill_(float(version))
-        publisher.stage(version)
-        for tensor in source.values():
-            tensor.fill_(-1.0)
-        header = publisher.seal(version)
-        views = publisher.layout.views(torch.from_numpy(publisher.payload(version)[1].copy()))
-        assert all((view == float(version)).all() for view in views.values()), header.version
+    deliver(42_000)
 
 
 @pytest.mark.real_gpu
 def test_activation_under_a_captured_graph() -> None:
     """Replaying the graph after an activation computes with the new weights: addresses never changed."""
-    source = tensors()
+    source = tensors(ROWS)
     publisher = Publisher(source)
     live = {name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in source.items()}
     receiver = Receiver(live)

@@ -9,18 +9,17 @@ import torch
 from checkpoint_engine import Publisher, Receiver
 from checkpoint_engine.collective import CollectiveSender
 from checkpoint_engine.errors import TransferFailed
-from checkpoint_engine.process_group import Epoch
 from checkpoint_engine.side_stream import HostCopy, PinnedBlocks, SideStream
-from tests.gpu.member_tensors import on_pretended, tensors
+from tests.gpu.member_tensors import alone, on_pretended, tensors
 from tests.support.live import live_digest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def alone(transport: str, publisher: Publisher) -> CollectiveSender:
+def opened(transport: str, publisher: Publisher) -> CollectiveSender:
     """A sender that is the only member of its group."""
     sender = CollectiveSender(publisher, "cuda")
-    sender.open(Epoch(transport, 0, "secret", *sender.address(), 1, 60.0))
+    sender.open(alone(transport, sender))
     return sender
 
 
@@ -28,7 +27,7 @@ def test_a_slot_is_not_staged_into_while_its_last_buckets_are_under_way(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = Publisher(tensors(1000))
-    sender = alone(transport, publisher)
+    sender = opened(transport, publisher)
     broadcast = sender.broadcast
 
     def staging_behind(buffer: torch.Tensor, seen: Callable[[int], None], behind: Callable[[], torch.Tensor]) -> None:
@@ -51,7 +50,7 @@ def test_a_slot_is_not_staged_into_while_its_last_buckets_are_under_way(
 
 def test_a_slot_is_free_again_after_a_broadcast_that_failed(transport: str) -> None:
     publisher = Publisher(tensors(1000))
-    sender = alone(transport, publisher)
+    sender = opened(transport, publisher)
     for version in range(4):
         publisher.stage(version, deadline=0.0)
         sender.abort()
@@ -113,7 +112,7 @@ def test_a_delivery_does_not_wait_for_what_others_have_queued(transport: str) ->
     from pretended import report
 
     publisher = Publisher(tensors(1000))
-    sender = alone(transport, publisher)
+    sender = opened(transport, publisher)
     receiver = Receiver(tensors(1000, fill=0.0))
     work = torch.ones(8, device="cuda")
     publisher.stage(0)
