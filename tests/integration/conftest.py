@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -48,6 +49,16 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         from tests.integration.separation_bench import close_on_ray  # It imports Ray.
 
         close_on_ray()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test of the toy pools is a coroutine on their event loop."""
+    bench: Any = pyfuncitem.funcargs.get("bench")
+    if bench is None:
+        return None
+    bench.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in signature(pyfuncitem.obj).parameters}))
+    return True
 
 
 def started(cluster: Callable[[], Any]) -> Any:

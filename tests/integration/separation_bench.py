@@ -5,10 +5,10 @@ processes take seconds to start. `close_on_ray` is called by conftest.py when an
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import ray
@@ -18,7 +18,6 @@ from separation.group import PoolSpec, Worker, WorkerGroup
 from separation.supervise import deadline
 from tests.support.ray_cluster import start_ray
 
-T = TypeVar("T")
 TOY = "tests.unit.separation.toy_object:Toy"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,12 +39,12 @@ class Bench:
         self._context = cluster(pools, backend=backend, start_deadline=240, log_dir=logs)
         self.groups: Mapping[str, WorkerGroup] = self.runner.run(self._context.__aenter__())
 
-    def run(self, test: Callable[["Bench"], Coroutine[Any, Any, T]]) -> T:
-        async def limited() -> T:
+    def run(self, test: Awaitable[None]) -> None:
+        async def limited() -> None:
             async with deadline(240, "this test"):
-                return await test(self)
+                await test
 
-        return self.runner.run(limited())
+        self.runner.run(limited())
 
     @property
     def toys(self) -> WorkerGroup:

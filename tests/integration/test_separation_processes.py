@@ -33,38 +33,32 @@ pytestmark = pytest.mark.serial
 
 
 @pytest.fixture(scope="module")
-def rays(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return on_ray(tmp_path_factory.mktemp("logs"))
 
 
-def test_sigkill_in_a_call_is_noticed_and_the_others_go_on(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        async with fresh(bench, 1) as victim:
-            call = asyncio.create_task(victim.call("sleep", 600.0))
-            elsewhere = asyncio.create_task(bench.toys.workers[2].call("sleep", 1.0))
-            await asyncio.sleep(0.2)
-            os.kill(victim.pid, signal.SIGKILL)
-            error = await raises(WorkerDied, call)
-            assert str(bench.logs) in error.reason
-            assert await elsewhere == 1.0
-
-    rays.run(test)
+async def test_sigkill_in_a_call_is_noticed_and_the_others_go_on(bench: Bench) -> None:
+    async with fresh(bench, 1) as victim:
+        call = asyncio.create_task(victim.call("sleep", 600.0))
+        elsewhere = asyncio.create_task(bench.toys.workers[2].call("sleep", 1.0))
+        await asyncio.sleep(0.2)
+        os.kill(victim.pid, signal.SIGKILL)
+        error = await raises(WorkerDied, call)
+        assert str(bench.logs) in error.reason
+        assert await elsewhere == 1.0
 
 
-def test_a_stopped_process_is_killed_before_its_place_is_reused(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        hung = await bench.toys.replace(1)
-        process = psutil.Process(hung.pid)
-        os.kill(hung.pid, signal.SIGSTOP)
-        with pytest.raises(DeadlineExceeded):
-            async with deadline(0.5, "a call to a stopped process"):
-                await hung.call("hello")
-        replacement = await bench.toys.replace(1)
-        assert not alive(process)
-        assert replacement.pid != hung.pid
-        assert await replacement.call("hello")
-
-    rays.run(test)
+async def test_a_stopped_process_is_killed_before_its_place_is_reused(bench: Bench) -> None:
+    hung = await bench.toys.replace(1)
+    process = psutil.Process(hung.pid)
+    os.kill(hung.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineExceeded):
+        async with deadline(0.5, "a call to a stopped process"):
+            await hung.call("hello")
+    replacement = await bench.toys.replace(1)
+    assert not alive(process)
+    assert replacement.pid != hung.pid
+    assert await replacement.call("hello")
 
 
 @contextmanager
@@ -122,8 +116,8 @@ async def check_lost_node(bench: Bench, node: list[psutil.Process]) -> None:
 
 
 @pytest.mark.chaos
-def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_and_lost_refs(
-    rays: Bench, caplog: pytest.LogCaptureFixture
+async def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_and_lost_refs(
+    bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No GPU is needed: Ray tells each worker the numbers of its devices without looking at any.
 
@@ -140,53 +134,44 @@ def test_workers_see_the_gpus_of_their_seats_and_a_lost_node_means_dead_workers_
         names = "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF"
         return await worker.call("os:getenv", names[0]), await worker.call("os:getenv", names[1])
 
-    async def test(bench: Bench) -> None:
-        with second_node(gpus="4,5,6") as node:
-            async with cluster(pools, start_deadline=180) as groups:
-                owners = await together(*(seen(worker) for worker in groups["owner"].workers))
-                (chooser,) = await together(*(seen(worker) for worker in groups["chooser"].workers))
-                assert sorted(number for number, _ in [*owners, chooser]) == ["4", "5", "6"]
-                assert [settings for _, settings in owners] == ["expandable_segments:True"] * 2
-                assert chooser[1] is None, "the allocator is left to what the pool's environment says"
-                nothing = await together(*(seen(worker) for worker in groups["none"].workers))
-                assert nothing == [("", None)] * 3
-                assert await seen(await groups["none"].replace(0)) == ("", None)
-                assert await seen(await groups["owner"].replace(1)) == owners[1]
-                made = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
-                strategies = [
-                    group["strategy"] for group in made if len(group["bundles"]) == 2 and "GPU" in group["bundles"][0]
-                ]
-                assert strategies == ["STRICT_PACK"]
-            await check_lost_node(bench, node)
-
-    with caplog.at_level(logging.INFO, logger="separation.ray_cluster"):
-        rays.run(test)
+    caplog.set_level(logging.INFO, logger="separation.ray_cluster")
+    with second_node(gpus="4,5,6") as node:
+        async with cluster(pools, start_deadline=180) as groups:
+            owners = await together(*(seen(worker) for worker in groups["owner"].workers))
+            (chooser,) = await together(*(seen(worker) for worker in groups["chooser"].workers))
+            assert {number for number, _ in [*owners, chooser]} == {"4", "5", "6"}
+            assert [settings for _, settings in owners] == ["expandable_segments:True"] * 2
+            assert chooser[1] is None, "the allocator is left to what the pool's environment says"
+            nothing = await together(*(seen(worker) for worker in groups["none"].workers))
+            assert nothing == [("", None)] * 3
+            assert await seen(await groups["none"].replace(0)) == ("", None)
+            assert await seen(await groups["owner"].replace(1)) == owners[1]
+            made = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+            strategies = [
+                group["strategy"] for group in made if len(group["bundles"]) == 2 and "GPU" in group["bundles"][0]
+            ]
+            assert strategies == ["STRICT_PACK"]
+        await check_lost_node(bench, node)
     (spread,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("owner: on")]
     assert spread.startswith("owner: on 1 node (") and spread.endswith("owner-0, owner-1)")
 
 
-def test_a_process_group_meets_and_meets_again_after_a_death(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        ranks = bench.groups["ranks"]
-        await join_process_group(ranks, timeout=180)
-        assert await together(*(worker.call("all_reduce") for worker in ranks.workers)) == [3.0, 3.0]
-        ranks.workers[1].kill()
-        await ranks.replace(1)
-        await join_process_group(ranks, timeout=180)
-        assert await together(*(worker.call("all_reduce") for worker in ranks.workers)) == [3.0, 3.0]
-
-    rays.run(test)
+async def test_a_process_group_meets_and_meets_again_after_a_death(bench: Bench) -> None:
+    ranks = bench.groups["ranks"]
+    await join_process_group(ranks, timeout=180)
+    assert await together(*(worker.call("all_reduce") for worker in ranks.workers)) == [3.0, 3.0]
+    ranks.workers[1].kill()
+    await ranks.replace(1)
+    await join_process_group(ranks, timeout=180)
+    assert await together(*(worker.call("all_reduce") for worker in ranks.workers)) == [3.0, 3.0]
 
 
-def test_what_never_fits_is_refused_with_a_table(rays: Bench) -> None:
-    async def test(bench: Bench) -> None:
-        with pytest.raises(ResourcesMissing) as caught:
-            async with cluster([PoolSpec("big", TOY, 1000)], start_deadline=60):
-                pytest.fail("it started")
-        table = [line.split() for line in str(caught.value).splitlines()]
-        assert ["CPU", "1000", "8", "992"] in table
-
-    rays.run(test)
+async def test_what_never_fits_is_refused_with_a_table(bench: Bench) -> None:
+    with pytest.raises(ResourcesMissing) as caught:
+        async with cluster([PoolSpec("big", TOY, 1000)], start_deadline=60):
+            pytest.fail("it started")
+    table = [line.split() for line in str(caught.value).splitlines()]
+    assert ["CPU", "1000", "8", "992"] in table
 
 
 SCRIPT = """

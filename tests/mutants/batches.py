@@ -6,7 +6,6 @@ from async_flowrl.tickets.table import EVALUATION, TRAIN, State
 from tests.mutants.mutation import Mutant, after
 from tests.mutants.tickets import DISPATCH, HANGS, PENDING, TICKETS, whatever_is_held
 
-EVALUATIONS = "async_flowrl.controller.evaluation:Evaluations"
 BATCHES, BESIDE_TRAINING = "tests.unit.test_batches", "tests.unit.test_evaluations_beside_training"
 
 
@@ -45,7 +44,7 @@ EVALUATION_FAULTS = (
     ),
     Mutant(
         "an evaluation is a barrier",
-        {f"{EVALUATIONS}.start": after(lambda evaluations, *args: evaluations.drain())},
+        {"async_flowrl.controller.evaluation:Evaluations.start": after(lambda evaluations, *args: evaluations.drain())},
         f"{BESIDE_TRAINING}:test_evaluation_is_no_barrier",
     ),
 )

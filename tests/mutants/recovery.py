@@ -2,22 +2,18 @@
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from async_flowrl.training.checkpoint import written
-from tests.mutants.mutation import Mutant, after, no_limit, nothing, nothing_awaited
+from tests.mutants.mutation import Fault, Mutant, after, no_limit, nothing, nothing_awaited
 from tests.mutants.tickets import DISPATCH, FAULTS, HANDED, HANGS, TICKETS
 
 LOST = f"{FAULTS}:test_a_worker_lost_while_it_makes_images_is_replaced"
-RUN_RECOVERY, CHECKPOINTS, RESUME, AFTER_STEP = (
-    "async_flowrl.run.recovery",
-    "async_flowrl.controller.checkpoints",
-    "async_flowrl.controller.resume",
-    "async_flowrl.controller.after_step:AfterStep",
-)
+RUN_RECOVERY, CHECKPOINTS = "async_flowrl.run.recovery", "async_flowrl.controller.checkpoints"
+RESUME = "async_flowrl.controller.resume"
 LIMITS = "async_flowrl.config.schema:LimitsConfig"
-TRUNCATE = "async_flowrl.observability.metrics:MetricsLog.truncate"
 RECOVERY, SAVED = "tests.unit.test_recovery", "tests.unit.test_checkpoints"
 REWARDS, KEPT = "tests.unit.test_reward_faults", "tests.unit.training.test_kept_state"
 
@@ -30,20 +26,17 @@ def forgotten(lost_worker: Any) -> Any:
     return fault
 
 
-def replaced_alive(replace_rollout: Any) -> Any:
-    async def fault(ctx: Any, index: int, death: BaseException, *, pause: float) -> Any:
-        with mock.patch.object(ctx.rollout.workers[index], "kill"):
-            return await replace_rollout(ctx, index, death, pause=pause)
+def not_killed(worker_of: Callable[..., Any]) -> Fault:
+    """The worker that `worker_of` finds among the coroutine function's arguments stays alive."""
 
-    return fault
+    def wrapped(original: Any) -> Any:
+        async def fault(*args: Any, **options: Any) -> Any:
+            with mock.patch.object(worker_of(*args), "kill"):
+                return await original(*args, **options)
 
+        return fault
 
-def goes_on_alive(clean_rollout: Any) -> Any:
-    async def fault(worker: Any, *, seconds: float) -> None:
-        with mock.patch.object(worker, "kill"):
-            await clean_rollout(worker, seconds=seconds)
-
-    return fault
+    return wrapped
 
 
 def never_seen(death_of: Any) -> Any:
@@ -63,7 +56,7 @@ WORKER_FAULTS = (
     ),
     Mutant(
         "a hung worker is not killed",
-        {f"{DISPATCH}:replace_rollout": replaced_alive},
+        {f"{DISPATCH}:replace_rollout": not_killed(lambda ctx, index, death: ctx.rollout.workers[index])},
         LOST,
         arguments={"what": "hang", "k": 1},
     ),
@@ -110,18 +103,6 @@ WORKER_FAULTS = (
 )
 
 
-class Anything:
-    """Equal to everything."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-    __hash__ = object.__hash__
-
-
 async def count_as_saved(checkpoints: Any, version: int, *rest: Any) -> None:
     if version not in checkpoints.saved:
         checkpoints.saved.append(version)
@@ -138,7 +119,7 @@ def only_before_training(unevaluated: Any) -> Any:
 ATTEMPT_FAULTS = (
     Mutant(
         "metrics are not cut back when a trainer has died",
-        {TRUNCATE: nothing},
+        {"async_flowrl.observability.metrics:MetricsLog.truncate": nothing},
         f"{RECOVERY}:test_a_dead_trainer_goes_on_from_the_last_kept_state",
         arguments={"method": "kept_state_3"},
     ),
@@ -149,7 +130,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a worker without a model goes on into the next attempt",
-        {f"{RUN_RECOVERY}:clean_rollout": goes_on_alive},
+        {f"{RUN_RECOVERY}:clean_rollout": not_killed(lambda worker: worker)},
         f"{RECOVERY}:test_a_rollout_worker_that_cannot_forget_is_replaced",
         arguments={"what": "unloaded"},
         raises=("WorkerFailed",),
@@ -224,7 +205,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "a damaged state is kept",
-        {"async_flowrl.training.checkpoint:PackedState.digest": lambda digest: lambda state: Anything()},
+        {"async_flowrl.training.checkpoint:PackedState.digest": lambda digest: lambda state: mock.ANY},
         f"{RECOVERY}:test_a_state_that_arrives_damaged_ends_the_run_by_name",
         raises=("Failed",),
     ),
@@ -236,7 +217,7 @@ ATTEMPT_FAULTS = (
     ),
     Mutant(
         "an evaluation ends with its attempt",
-        {f"{AFTER_STEP}._unevaluated": only_before_training},
+        {"async_flowrl.controller.after_step:AfterStep._unevaluated": only_before_training},
         "tests.unit.test_evaluations_beside_training:test_an_evaluation_that_its_attempt_did_not_finish_is_made_by_the_next",
         arguments={"k": 0, "number": 3},
     ),

@@ -8,10 +8,6 @@ from tests.mutants.tickets import RECEIVER
 RUNS, TURNS = "tests.unit.shared.test_shared_runs", "tests.unit.shared.test_turns"
 
 
-def no_patience(kept: Any) -> Any:
-    return lambda turns: 0.0
-
-
 def as_soon_as_the_ticket(generate_seconds: Any) -> Any:
     """Without the time that a call to train may take which the ticket waits for."""
     return lambda deadlines, tickets: deadlines.config.deadlines.generate * tickets
@@ -26,7 +22,7 @@ SHARED_FAULTS = (
     ),
     Mutant(
         "a ticket begins between two units of training that follow one another",
-        {"async_flowrl.shared.turns:Turns._pause": no_patience},
+        {"async_flowrl.shared.turns:Turns._pause": lambda pause: lambda turns: 0.0},
         f"{TURNS}:test_a_ticket_waits_for_more_to_train_but_not_for_ever",
         arguments={"more": True, "seconds": 0.5},
     ),

@@ -7,18 +7,12 @@ from tests.mutants.mutation import Mutant, after, nothing
 from tests.unit.checkpoint_engine.test_engine_gather import rows_swapped
 
 GATHER, GATHERS = "checkpoint_engine.gather:Gather", "tests.unit.checkpoint_engine.test_engine_gather"
-LATE = "tests.unit.test_late_receivers"
-WEIGHTS = "async_flowrl.controller.rank_weights:ShardedWeights"
 MANIFEST, SAVING = "async_flowrl.training.checkpoint", "async_flowrl.training.sharded"
 CHECKPOINT, RECOVERY = "tests.unit.training.test_shard_checkpoint", "tests.unit.test_share_recovery"
 
 
 def only_sizes(check: Any) -> Any:
     return lambda path, name, expected, *, hashed: check(path, name, expected, hashed=False)
-
-
-def always_the_first_share(verify_share: Any) -> Any:
-    return lambda path, rank: verify_share(path, 0)
 
 
 def trains_beside(weights: Any, pool: Any) -> None:
@@ -41,8 +35,8 @@ SHARE_FAULTS = (
     ),
     Mutant(
         "an older version is gathered once more while the ranks train",
-        {f"{WEIGHTS}.__init__": after(trains_beside)},
-        f"{LATE}:test_a_receiver_killed_while_step_n_plus_2_trains_gets_version_n",
+        {"async_flowrl.controller.rank_weights:ShardedWeights.__init__": after(trains_beside)},
+        "tests.unit.test_late_receivers:test_a_receiver_killed_while_step_n_plus_2_trains_gets_version_n",
         arguments={"k": 1, "hand_over": "batch"},
     ),
     Mutant(
@@ -66,7 +60,7 @@ SHARE_FAULTS = (
     ),
     Mutant(
         "every rank verifies the share of the first one",
-        {f"{SAVING}:verify_share": always_the_first_share},
+        {f"{SAVING}:verify_share": lambda verify: lambda path, rank: verify(path, 0)},
         f"{RECOVERY}:test_a_damaged_share_is_passed_over",
         arguments={"rank": 1, "how": "flip"},
         raises=("AssertionError", "WorkerFailed"),

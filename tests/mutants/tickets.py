@@ -11,7 +11,6 @@ TICKETS = "async_flowrl.tickets.table"
 PENDING = "async_flowrl.tickets.table:PendingTickets.first"
 DISPATCH, TRAINER = "async_flowrl.controller.dispatch", "async_flowrl.controller.trainer"
 HANDED = "async_flowrl.controller.training_groups"
-SCORING = "async_flowrl.controller.scoring"
 RECEIVER = "checkpoint_engine.receiver:Receiver"
 LOOP, HAND_OVER = "tests.unit.test_loop", "tests.unit.test_optimizer_steps"
 FAULTS, TABLE = "tests.unit.test_faults", "tests.unit.test_tickets"
@@ -108,12 +107,11 @@ def call_scored(table: Any, step: int) -> None:
         ticket.scores = ticket.scores or ()
 
 
-STREAM = f"{HAND_OVER}:test_streaming_trains_a_group_while_others_of_its_step_are_made"
 ORDER = (
     Mutant(
         "groups of a stream wait for the last of their step",
         {f"{TICKETS}:TicketTable.ready_groups": whole_step_or_nothing},
-        STREAM,
+        f"{HAND_OVER}:test_streaming_trains_a_group_while_others_of_its_step_are_made",
         arguments={"workers": 1},
     ),
     Mutant(
@@ -136,7 +134,7 @@ ORDER = (
     ),
     Mutant(
         "rewards go to the wrong images of a group",
-        {f"{SCORING}:score_once": lambda score: lambda *call: score(*call[:-1], call[-1][::-1])},
+        {"async_flowrl.controller.scoring:score_once": lambda score: lambda *call: score(*call[:-1], call[-1][::-1])},
         "tests.unit.test_plain_loop:test_the_controller_trains_exactly_what_a_plain_loop_trains",
         arguments={"k": 1},
     ),

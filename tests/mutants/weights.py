@@ -11,16 +11,11 @@ from checkpoint_engine.errors import MemberBusy
 from tests.mutants.mutation import Mutant, after, nothing, nothing_awaited
 from tests.mutants.tickets import FAULTS, HANGS, LOOP, RECEIVER, STALE
 
-WORKER, WEIGHTS = (
-    "async_flowrl.rollout.rollout_worker:RolloutWorker",
-    "async_flowrl.controller.weights:PublishedWeights",
-)
+WORKER = "async_flowrl.rollout.rollout_worker:RolloutWorker"
+WEIGHTS = "async_flowrl.controller.weights:PublishedWeights"
 LABEL = "tests.unit.rollout.test_worker:test_a_ticket_is_made_with_one_version_and_labelled_with_it"
-DELIVERIES = "tests.unit.rollout.test_worker"
-ARRIVES = f"{DELIVERIES}:test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none"
 BROADCAST = "checkpoint_engine.collective_delivery:CollectiveBroadcast"
 FALL_BACKS = "tests.unit.checkpoint_engine.test_engine_fallbacks"
-EXPERTS = "tests.unit.policies.test_experts"
 REFEREE = "tests.unit.algorithms.test_algorithm_referee:test_stale_estimators_with_correction_land"
 FLOW_GRPO = {"name": "flow_grpo", "fields": {"sde_type": "sde", "noise_level": 0.7}}
 
@@ -111,7 +106,7 @@ WEIGHT_FAULTS = (
     ),
     Mutant(
         "a replacement serves without proof",
-        {"async_flowrl.controller.weights:PublishedWeights.prove": nothing_awaited},
+        {f"{WEIGHTS}.prove": nothing_awaited},
         f"{FAULTS}:test_a_worker_that_computes_with_other_modules_never_serves",
         arguments={"name": "rollout-0.1"},
         raises=("Failed",),
@@ -148,7 +143,7 @@ WEIGHT_FAULTS = (
     Mutant(
         "the weights that arrive go live in the middle of a ticket",
         {f"{RECEIVER}.receive": after(activate_on_arrival)},
-        ARRIVES,
+        "tests.unit.rollout.test_worker:test_weights_that_arrive_in_a_denoising_step_cost_no_image_and_change_none",
     ),
 )
 
@@ -201,7 +196,7 @@ TENSOR_FAULTS = (
     Mutant(
         "momentum moves an expert that a step did not train",
         {"async_flowrl.training.optimizer:Optimizer.gradient_norms": none_idle},
-        f"{EXPERTS}:test_an_expert_without_gradient_is_left_as_it_is_and_counts_its_own_steps",
+        "tests.unit.policies.test_experts:test_an_expert_without_gradient_is_left_as_it_is_and_counts_its_own_steps",
     ),
     Mutant(
         "two processes have the same codes and other scales",

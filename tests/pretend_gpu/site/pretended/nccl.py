@@ -56,13 +56,8 @@ class Options:
         "split_from",
     )
 
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
+    def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
-        self.is_high_priority_stream = is_high_priority_stream
-        self.backend, self.config = "nccl", None
-        self.global_ranks_in_group: list[int] = []
-        self.group_name, self.group_desc = "", ""
-        self.split_from, self.split_color = None, 0
 
 
 class Work(dist._Work):
@@ -79,12 +74,6 @@ class Work(dist._Work):
     def is_completed(self) -> bool:
         return self.error is not None or self._event.query()
 
-    def is_success(self) -> bool:
-        return self.error is None and self._event.query()
-
-    def exception(self) -> BaseException | None:
-        raise TypeError("Unable to convert function return value to a Python type! (as torch 2.11 says)")
-
     def exceeds(self, limit: timedelta) -> bool:
         return not self.is_completed() and time.monotonic() - self._begun > limit.total_seconds()
 
@@ -92,31 +81,17 @@ class Work(dist._Work):
         current_stream(self._tensors[0].device).wait_event(self._event)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        return self._tensors
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-        self.wait()
-        future.set_result(self._tensors)
-        return future
-
 
 class ProcessGroupNCCL:
-    """Broadcasts and all-reduces, one group beside any default group."""
+    """Broadcasts, one group beside any default group: the part of it that the checkpoint engine calls."""
 
     Options = Options
 
-    def __init__(self, store: dist.Store, rank: int, size: int, options: Options | timedelta | None = None) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         if not torch.cuda.device_count():
             raise ValueError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!")
         self._store, self._rank, self._size = store, rank, size
-        self._options = options if isinstance(options, Options) else Options()
-        if isinstance(options, timedelta):
-            self._options._timeout = options
+        self._options = options
         self._handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
         self._inner: Any = None
         self._stream: Stream | None = None
@@ -125,22 +100,6 @@ class ProcessGroupNCCL:
         self._under_way: list[Work] = []
         self._kernels = ThreadPoolExecutor(1, thread_name_prefix="pretended-nccl")
         threading.Thread(target=self._watch, name="pretended-nccl-watchdog", daemon=True).start()
-
-    bound_device_id: torch.device | None = None
-    supports_splitting = True
-
-    @property
-    def options(self) -> Options:
-        return self._options
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def name(self) -> str:
-        return "nccl"
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Makes the communicator. Waits for every rank, for ever."""
@@ -162,11 +121,6 @@ class ProcessGroupNCCL:
         views, own = [host_view(tensor) for tensor in tensors], dist.BroadcastOptions()
         own.rootRank, own.rootTensor = root, 0
         return self._enqueue("broadcast", tensors, root != self._rank, lambda inner: inner.broadcast(views, own))
-
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        views = [host_view(tensor).view(tensor.dtype) for tensor in tensors]
-        options = opts or dist.AllreduceOptions()
-        return self._enqueue("allreduce", tensors, True, lambda inner: inner.allreduce(views, options))
 
     def _enqueue(self, name: str, tensors: Sequence[Tensor], writes: bool, kernel: Callable[[Any], Any]) -> Work:
         device = tensors[0].device
@@ -227,15 +181,9 @@ class ProcessGroupNCCL:
         self._kernels.submit(int).result()
         call("ended", self._stream.device_index, self._stream.stream_id)
 
-    def shutdown(self) -> None:
-        self.abort()
-
     def get_error(self) -> Any:
         """What the watchdog has seen; it sets it before it aborts."""
         return self._error
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._options._timeout = timeout
 
 
 def refuse_shared_devices(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
