@@ -18,7 +18,6 @@ from async_flowrl.cli.evaluation_job import job_of
 from async_flowrl.cli.export import main as export
 from async_flowrl.cli.generate import generate, open_pipeline, sample, sampling_of
 from async_flowrl.cli.generate import main as generate_command
-from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import read_config
 from async_flowrl.policies import trained_file
 from tests.integration.runs import Run, start, train, wait_until
@@ -51,11 +50,7 @@ def plain(watched: tuple[Run, Received]) -> Run:
 
 
 def test_every_parameter_changed_and_the_whole_model_was_delivered(watched: tuple[Run, Received]) -> None:
-    plain, received = watched
-    check_all_changed_and_delivered(plain, received)
-    assert plain.column("staleness/max") == [0, 1, 1]
-    assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6
-    assert [row for row in verify(plain.root) if not row[1]] == []
+    check_all_changed_and_delivered(*watched)
 
 
 def test_a_resumed_run_is_the_undisturbed_one(plain: Run, tmp_path: Path) -> None:

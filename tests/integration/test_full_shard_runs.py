@@ -74,11 +74,8 @@ def test_every_parameter_changed_and_the_whole_model_was_delivered(watched: tupl
     plain, received = watched
     check_all_changed_and_delivered(plain, received)
     assert plain.summary["sync"]["transport"] == "object_store"
-    assert plain.column("staleness/max") == [0, 1, 1]
-    assert max(line["behaviour_gap"] for line in plain.metrics) < 1e-6, "rollouts compute with what was trained"
     assert plain.column("timing/activate")[0] > 0.0, "version 0 was put into the rollout's network"
     assert busy_ranks(plain.events) == {"trainer-0", "trainer-1"}
-    assert [row for row in verify(plain.root) if not row[1]] == []
 
 
 def test_workers_delays_buckets_and_a_resume_on_ray_change_no_bit(plain: Run, resumed: Run) -> None:

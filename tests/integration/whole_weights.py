@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from async_flowrl.cli.verify import verify
 from async_flowrl.config.compose import read_config
 from async_flowrl.policies.registry import load_policy, resolve_model
 from async_flowrl.policies.stored import StoredWeights
@@ -85,6 +86,9 @@ def check_all_changed_and_delivered(run: Run, received: Received) -> None:
     for version in activated:
         check_live(received.live[POLICY, version], masters[version])
     check_live(received.live[EMA, 3], written)
+    assert run.column("staleness/max") == [0, 1, 1]
+    assert max(line["behaviour_gap"] for line in run.metrics) < 1e-6, "rollouts compute with what was trained"
+    assert [row for row in verify(run.root) if not row[1]] == []
 
 
 def step(run: Run, version: int) -> Any:

@@ -31,11 +31,6 @@ def test_a_refusal_names_both_settings(overrides: tuple[str, ...]) -> None:
     check(compose_config(overrides=[setting, "model.path=tiny"]))
 
 
-def test_a_misspelt_format_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="nf4"):
-        check(compose_config(overrides=["model.quantize=nf5"]))
-
-
 @pytest.mark.extended
 def test_ranks_with_a_quantised_base_hold_all_of_it() -> None:
     ranks = ["trainer.num_workers=2", "trainer.shard=auto"]

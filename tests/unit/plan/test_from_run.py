@@ -36,15 +36,26 @@ def run_of(folder: Path, timing: Timing) -> Path:
     return directory
 
 
-@pytest.mark.extended
-def test_what_a_run_measured_are_the_seconds_that_its_workers_took(tmp_path: Path) -> None:
-    config, took = measured(run_of(tmp_path, Timing(generate=1.0, update=0.25, score=0.1)))
-    assert took.generation == pytest.approx(GROUPS * 1.0, rel=0.05)
+def test_the_command_goes_by_the_seconds_that_the_workers_of_a_run_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, Timing(generate=1.0, update=0.25, score=0.1))
+    config, took = measured(run)
     assert took.update == pytest.approx(GROUPS * 0.25, rel=0.2)
     assert took.rewards == {"reward": pytest.approx(GROUPS * 0.1, rel=0.05)}
     now = present(config, took)
     assert (now.rollout, now.trainer) == (2, 1) and limit_of(took, now) == "rollout"
     assert took.step == pytest.approx(bound_of(config, now), rel=0.1), "with constant times a step takes its formula"
+    assert main(["--from-run", str(run), "--devices", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["limit"] == "rollout" and len(found["splits"]) == 8
+    assert found["measured"]["generation"] == pytest.approx(GROUPS, rel=0.05)
+    best = min(found["splits"], key=lambda split: split["overlapped"])
+    assert best["placement"] == "shared" or best["rollout"] >= 6
+    assert main(["--from-run", str(run), "--split", "3:1"]) == 0
+    assert main(["--from-run", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit):
+        main([])
 
 
 TOOK = Measured(30.0, 10.0, {"reward": 1.0}, delivery=0.5, step=31.0, busy={})
@@ -65,17 +76,3 @@ def test_splits_are_all_pairs_or_the_one_that_is_given_and_one_shared_pool() -> 
     assert splits(TOOK, config, 4, (3, 1)) == [split_of(TOOK, 3, 1)]
     config.runtime.backend = "local"
     assert "shared" not in {each.placement for each in splits(TOOK, config, 4, None)}
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_of(tmp_path, Timing(generate=1.0, update=0.25))
-    assert main(["--from-run", str(run), "--devices", "8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["limit"] == "rollout" and len(found["splits"]) == 8
-    assert found["measured"]["generation"] == pytest.approx(GROUPS, rel=0.05)
-    best = min(found["splits"], key=lambda split: split["overlapped"])
-    assert best["placement"] == "shared" or best["rollout"] >= 6
-    assert main(["--from-run", str(run), "--split", "3:1"]) == 0
-    assert main(["--from-run", str(tmp_path)]) == 2
-    with pytest.raises(SystemExit):
-        main([])

@@ -40,7 +40,10 @@ def rank_alone(*overrides: str) -> RankRehearsal:
     return rehearse_trainer(config, FakeModel.of(config))
 
 
-def agrees_with_the_plan(done: Rehearsal) -> None:
+def fits_and_agrees_with_the_plan(done: Rehearsal) -> None:
+    assert done.rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
+    assert all(phase.peak < done.card.memory for phase in done.peaks().values())
+    assert 0 < done.estimate.ticket < done.estimate.generation
     plan = plan_memory(done.config)
     for phases, planned in ((done.rank.phases, plan.trainer), (done.rollout.phases, plan.rollout)):
         assert sum(planned.parts.values()) == pytest.approx(peak(phases.values()).peak, rel=0.1)
@@ -51,14 +54,11 @@ def agrees_with_the_plan(done: Rehearsal) -> None:
 def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
     config = compose_config("one_step_off", [f"experiment={experiment}"])
     done = rehearse(config, CARDS["H100"])
-    assert done.rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
     assert done.rank.phases["load"].peak > RECIPES[experiment] * 2**30
-    assert all(phase.peak < done.card.memory for phase in done.peaks().values())
     gradients = done.rank.phases["optimizer"].collectives["allreduce_"]
     assert gradients == pytest.approx(8 * done.rank.sizes.adapter_parameters, rel=1e-3)
     assert done.rank.version_bytes == done.rollout.version_bytes == pytest.approx(gradients / 4, rel=1e-3)
-    assert 0 < done.estimate.ticket < done.estimate.generation
-    agrees_with_the_plan(done)
+    fits_and_agrees_with_the_plan(done)
 
 
 @pytest.mark.slow
@@ -66,13 +66,10 @@ def test_the_recipes_are_rehearsed_at_full_size(experiment: str) -> None:
 def test_the_recipes_of_whole_models_are_rehearsed_at_full_size(experiment: str, shared_by: int) -> None:
     done = rehearse(compose_config("one_step_off", [f"experiment={experiment}"]), CARDS["H200"])
     rank = done.rank
-    assert rank.phases.keys() > PHASES and done.rollout.phases.keys() == ROLLOUT_PHASES
     assert rank.sizes.adapter_parameters == rank.sizes.base_parameters, "all of it is trained"
     assert rank.version_bytes == done.rollout.version_bytes == pytest.approx(2 * rank.sizes.base_parameters, rel=1e-3)
     assert rank.share_bytes == pytest.approx(rank.version_bytes / shared_by, rel=1e-3)
-    assert all(phase.peak < done.card.memory for phase in done.peaks().values())
-    assert 0 < done.estimate.ticket < done.estimate.generation
-    agrees_with_the_plan(done)
+    fits_and_agrees_with_the_plan(done)
 
 
 @pytest.mark.parametrize("experiment", ["two_prompts", pytest.param("glyphs", marks=pytest.mark.slow)])
