@@ -5,6 +5,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +78,7 @@ def test_a_trainer_rank_takes_what_is_planned_and_rehearsed(config: Config) -> N
         end_step(worker, TrainRequest(request.step, ()))
 
     taken = peak_of(work)
-    rehearsed = alone(rehearsed_trainer, config)
-    agrees(taken, rehearsed, plan_memory(config).trainer)
+    agrees(taken, rehearsed(rehearse_trainer, config), plan_memory(config).trainer)
 
 
 def test_a_rollout_worker_takes_what_is_planned_and_rehearsed(config: Config) -> None:
@@ -93,22 +93,17 @@ def test_a_rollout_worker_takes_what_is_planned_and_rehearsed(config: Config) ->
         del arriving
 
     taken = peak_of(work)
-    rehearsed = alone(rehearsed_rollout, config)
-    agrees(taken, rehearsed, plan_memory(config).rollout)
+    agrees(taken, rehearsed(rehearse_rollout, config), plan_memory(config).rollout)
 
 
-def alone(rehearse: Callable[[Config], int], config: Config) -> int:
+def rehearsed(rehearse: Callable[[Config, FakeModel], Any], config: Config) -> int:
     """Rehearses in a process of its own, as the command does: nothing that other tests have left behind counts."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(rehearse, config).result()
+        return process.submit(peak_rehearsed, rehearse, config).result()
 
 
-def rehearsed_trainer(config: Config) -> int:
-    return peak(rehearse_trainer(config, FakeModel.of(config)).phases.values()).peak
-
-
-def rehearsed_rollout(config: Config) -> int:
-    return peak(rehearse_rollout(config, FakeModel.of(config)).phases.values()).peak
+def peak_rehearsed(rehearse: Callable[[Config, FakeModel], Any], config: Config) -> int:
+    return peak(rehearse(config, FakeModel.of(config)).phases.values()).peak
 
 
 def peak_of(work: Callable[[], None]) -> int:

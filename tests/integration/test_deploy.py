@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,27 +167,15 @@ WORDS = "total_steps=1 runtime.backend=local group_size=4 trainer.micro_batch_si
 TRAIN = f"async-flowrl train --config-name sync {WORDS}"
 
 
-@dataclass(frozen=True)
-class Step:
-    """One instruction, its continued lines joined."""
-
-    kind: str
-    text: str
-
-
-def instructions() -> list[Step]:
+def instructions() -> list[list[str]]:
+    """[kind, text] of each, its continued lines joined."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
-    return [Step(*line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
-
-
-def arguments() -> dict[str, str]:
-    """Defaults of the build arguments."""
-    return dict(step.text.split("=", 1) for step in instructions() if step.kind == "ARG" and "=" in step.text)
+    return [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
 
 
 def test_what_is_copied_is_there_and_reaches_the_build() -> None:
     let_through = {line[1:] for line in IGNORED.read_text().splitlines() if line.startswith("!")}
-    copied = {word for step in instructions() if step.kind == "COPY" for word in shlex.split(step.text)[:-1]}
+    copied = {word for kind, text in instructions() if kind == "COPY" for word in shlex.split(text)[:-1]}
     assert copied == let_through and all((ROOT / name).exists() for name in copied)
     assert {"async_flowrl", "separation", "checkpoint_engine", "configs"} <= copied
 
@@ -201,15 +188,16 @@ def test_its_steps_make_an_environment_that_trains(tmp_path: Path) -> None:
     place, venv = tmp_path / "build", tmp_path / "venv"
     place.mkdir()
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment |= {**arguments(), "VIRTUAL_ENV": str(venv), "ASYNC_FLOWRL_CACHE": str(tmp_path / "models")}
+    environment |= dict(text.split("=", 1) for kind, text in instructions() if kind == "ARG" and "=" in text)
+    environment |= {"VIRTUAL_ENV": str(venv), "ASYNC_FLOWRL_CACHE": str(tmp_path / "models")}
     environment["PATH"] = f"{venv}/bin:{Path(sys.base_prefix) / 'bin'}:{os.environ['PATH']}"
-    for step in instructions():
-        if step.kind == "COPY":
-            *names, target = shlex.split(step.text)
+    for kind, text in instructions():
+        if kind == "COPY":
+            *names, target = shlex.split(text)
             for name in names:
                 copy(ROOT / name, place / target / (name if target == "./" else ""))
-        elif step.kind == "RUN" and not step.text.startswith("apt-get"):
-            execute(step.text, place, environment)
+        elif kind == "RUN" and not text.startswith("apt-get"):
+            execute(text, place, environment)
     elsewhere = tmp_path / "data"
     elsewhere.mkdir()
     execute(TRAIN, elsewhere, environment)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from torch import Tensor
 
 from async_flowrl.policies.lora_file import FILE_NAME
 from tests.integration.runs import TRAINED, Run, train, train_here_on_ray
@@ -16,10 +15,6 @@ pytestmark = pytest.mark.serial("runs")
 def threads(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One process, one rank, one worker, the object store, no evaluations or monitors, nothing in the way."""
     return train(tmp_path_factory.mktemp("threads"), "one_step_off", *TRAINED)
-
-
-def lora(run: Run) -> dict[str, Tensor]:
-    return dict(load_file(run.root / "lora" / FILE_NAME))
 
 
 def test_processes_with_delays_give_the_weights_of_threads(full_run: Run, threads: Run) -> None:
@@ -61,5 +56,6 @@ def test_two_trainer_ranks_make_the_weights_of_one(full_run: Run, threads: Run) 
     busy = {e["worker"] for e in full_run.events if e["event"] == "span" and e["name"] == "backward"}
     assert busy == {"trainer-0", "trainer-1"}
     assert full_run.digest == threads.digest
-    moved = max(float(tensor.abs().max()) for name, tensor in lora(full_run).items() if ".lora_B." in name)
+    tensors = load_file(full_run.root / "lora" / FILE_NAME)
+    moved = max(float(tensor.abs().max()) for name, tensor in tensors.items() if ".lora_B." in name)
     assert moved > 1e-3

@@ -5,7 +5,6 @@ At the end of each step each rank has a ticket under way, whose work is queued o
 
 import multiprocessing
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,7 +16,7 @@ from pretended.report import RACE, SYNC, Seen, seen, watched
 from async_flowrl.config.schema import Config
 from async_flowrl.controller.replicas import Assignment
 from async_flowrl.policies.registry import resolve_model
-from async_flowrl.shared.shared_worker import SharedWorker, TrainingLane
+from async_flowrl.shared.shared_worker import SharedWorker
 from async_flowrl.training.messages import StepPlan, TrainRequest
 from separation.rendezvous import join
 from tests.pretend_gpu.test_shared_lane import in_a_thread, ticket_under_way, waited_for
@@ -51,14 +50,12 @@ def counted(waits: Counter[Seen]) -> int:
     return sum(count for one, count in waits.items() if "training/snapshots.py" not in one.where)
 
 
-def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bool, ours: Connection) -> None:
+def one_rank(rank: int, port: int, config: Config, batches: Batches, ours: Connection) -> None:
     """Trains, and sends the parent after each step (weights' digest, whether it waited, waits for the device, header).
 
     The parent sends the header of the first rank back.
     """
     torch.set_num_threads(1)
-    if planted:
-        TrainingLane.beside = lambda lane: nullcontext()  # type: ignore[method-assign, assignment]
     worker = joined(rank, port, config)
     owners = Assignment(RANKS, 1, by_group=False)
     for step, batch in enumerate(batches):
@@ -86,7 +83,7 @@ def one_rank(rank: int, port: int, config: Config, batches: Batches, planted: bo
     ours.send(dict(seen(RACE)))
 
 
-def run(batches: Batches, config: Config, *, planted: bool = False) -> list[list[Any]]:
+def run(batches: Batches, config: Config) -> list[list[Any]]:
     """What each rank has sent: one tuple per step, then its races."""
     context = multiprocessing.get_context("spawn")
     port, pipes, processes = free_port(), [], []
@@ -95,7 +92,7 @@ def run(batches: Batches, config: Config, *, planted: bool = False) -> list[list
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", str(rank))
             patch.delenv("PRETEND_SHARED_DEVICE", raising=False)
-            arguments = (rank, port, config, batches, planted, theirs)
+            arguments = (rank, port, config, batches, theirs)
             process = context.Process(target=one_rank, args=arguments, daemon=True)
             process.start()
         theirs.close()
@@ -136,9 +133,3 @@ def test_the_sum_over_two_ranks_waits_for_no_ticket_and_makes_the_weights_of_one
         assert steps[-1][0] == alone
         # The host waits for the sum's account, the norm, the weights' fingerprint, and the end of each call.
         assert max(waits for _, _, waits, _ in steps) <= 12
-
-
-@pytest.mark.slow
-def test_on_the_stream_of_the_tickets_both_would_wait(batches: Batches) -> None:
-    told = run(batches[:1], tiny(), planted=True)
-    assert [steps[0][1] for steps in told] == [True] * RANKS

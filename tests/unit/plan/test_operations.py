@@ -36,8 +36,6 @@ def trained() -> Any:
 
 
 CALLS: dict[str, Callable[[], Any]] = {
-    "product": lambda: some(7, 4) @ some(4, 9),
-    "sum by rows": lambda: some(7, 4) + some(4),
     "in place": lambda: some(7, 4).add_(some(4)),
     "into a tensor": lambda: torch.mm(some(3, 4), some(4, 5), out=some(3, 5)),
     "other type": lambda: some(3, 4).to(torch.bfloat16),

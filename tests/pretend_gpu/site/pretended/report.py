@@ -80,11 +80,6 @@ def operators() -> list[str]:
     return str(call("operators")).splitlines()
 
 
-def nondeterministic() -> list[str]:
-    """Those of `operators` whose CUDA kernels give varying bits, with the settings they were called under."""
-    return str(call("nondeterministic")).splitlines()
-
-
 def _report() -> str:
     lines = [
         {"kind": one.kind, "count": count, "text": one.text, "where": one.where}
@@ -95,7 +90,7 @@ def _report() -> str:
         "command": " ".join(sys.argv)[:100],
         "peak_bytes": [peak_bytes(device) for device in range(int(str(call("device_count"))))],
         "operators": operators(),
-        "nondeterministic": nondeterministic(),
+        "nondeterministic": str(call("nondeterministic")).splitlines(),
         "seen": lines,
     }
     return json.dumps(facts, indent=1)
