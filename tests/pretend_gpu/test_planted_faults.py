@@ -51,6 +51,12 @@ def test_a_removed_synchronise() -> None:
         assert caught()
 
 
+def test_a_source_tensor_on_another_device() -> None:
+    publisher = Publisher({"a": torch.zeros(64, device="cuda"), "b": torch.zeros(64, device="cuda")})
+    with pytest.raises(RuntimeError, match="same device"):
+        publisher.stage(0, {"a": torch.zeros(64, device="cuda"), "b": torch.zeros(64, device="cuda:1")})
+
+
 def test_numpy_of_a_device_tensor() -> None:
     with mock.patch.object(Tensor, "cpu", lambda tensor: tensor), pytest.raises((TypeError, RuntimeError)):
         deliver(50)
