@@ -25,7 +25,7 @@ from tests.chaos.fault_schedules import CALLS, HORIZON_SECONDS, PUBLISH, SIZES, 
 from tests.chaos.fault_schedules import PAIRS as WORKER_PAIRS
 from tests.chaos.fault_schedules import fatal as fatal_to_worker
 from tests.support.toy import toy_config
-from tests.support.toy_pool import ListObserver, Timing, World, no_fault
+from tests.support.toy_pool import Timing, World
 from tests.support.toy_recovery import Groups, Outside, evaluations, logged, rollbacks, run_controller, summary
 
 STEPS = 6
@@ -216,7 +216,7 @@ def undisturbed(k: int, averaged: bool = False) -> Left:
     config = toy_config(k, steps=STEPS, evaluate__every=1, evaluate__before_training=True, console="quiet", **more)
     with scratch() as folder:
         root = folder / "run"
-        assert run_controller(config, root, World(Timing(), no_fault, ListObserver())) is None
+        assert run_controller(config, root, World()) is None
         return Left(summary(root)["weights_digest"], logged(root), evaluations(root))
 
 
@@ -224,7 +224,7 @@ def run_schedule(schedule: RecoverySchedule, root: Path) -> Path:
     """Controllers one after the other until one ends by itself; returns the folder of the last."""
     for turn in range(6):
         schedule.config.rollout.num_workers, schedule.root = schedule.workers[turn % 3], root
-        world = World(schedule.timing, schedule.fault, ListObserver())
+        world = World(schedule.timing, schedule.fault)
         killed = run_controller(schedule.config, root, world, disturb=schedule.disturb, horizon=HORIZON_SECONDS)
         if killed is None and summary(root)["steps"] == STEPS:
             return root

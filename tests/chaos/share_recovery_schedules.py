@@ -23,7 +23,7 @@ from tests.chaos.recovery_schedules import (
     scratch,
 )
 from tests.support.toy import toy_config
-from tests.support.toy_pool import ListObserver, Timing, World, no_fault
+from tests.support.toy_pool import World
 from tests.support.toy_recovery import evaluations, logged, run_controller, summary, toy_ranks_meet
 from tests.support.toy_shares import spoil_share
 
@@ -150,7 +150,7 @@ def undisturbed(k: int, ranks: int = 2) -> Left:
     config = toy_config(k, steps=STEPS, console="quiet", **changes)
     with scratch() as folder, toy_ranks_meet():
         root = folder / "run"
-        assert run_controller(config, root, World(Timing(), no_fault, ListObserver())) is None
+        assert run_controller(config, root, World()) is None
         return Left(summary(root)["weights_digest"], logged(root), evaluations(root))
 
 

@@ -16,7 +16,7 @@ from async_flowrl.controller.endpoints import SenderLate
 from async_flowrl.observability.events import read_events
 from tests.chaos.fault_schedules import HORIZON_SECONDS, Ended, random_timing
 from tests.chaos.recovery_schedules import AVERAGES, Left, check_left, scratch, undisturbed
-from tests.support.toy_pool import ListObserver, Timing, World
+from tests.support.toy_pool import Timing, World
 from tests.support.toy_recovery import Groups, Outside, events, rollbacks, run_controller, summary
 from tests.support.toy_shared import ToySharedPool, shared_config, shared_toys
 
@@ -188,7 +188,7 @@ def run_schedule(schedule: SharedSchedule, root: Path) -> Path:
     config = schedule.config
     for processes in schedule.processes:
         config.trainer.num_workers = config.rollout.num_workers = processes
-        world = World(schedule.timing, schedule.fault, ListObserver())
+        world = World(schedule.timing, schedule.fault)
         killed = run_controller(config, root, world, disturb=schedule.disturb, horizon=HORIZON_SECONDS)
         if killed is None:
             return root

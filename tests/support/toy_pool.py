@@ -122,9 +122,9 @@ class ToyRef:
 class World:
     """The settings that all pools of a toy run share."""
 
-    timing: Timing
-    fault: Fault
-    observer: ListObserver
+    timing: Timing = field(default_factory=Timing)
+    fault: Fault = no_fault
+    observer: ListObserver = field(default_factory=ListObserver)
 
 
 LOST_VALUES = {"lose-images": 1, "lose-trajectory": 2}

@@ -7,7 +7,7 @@ from async_flowrl.cli.verify import verify
 from async_flowrl.config.schema import Config
 from tests.chaos.recovery_schedules import STEPS, undisturbed
 from tests.support.toy import toy_config
-from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
+from tests.support.toy_pool import Fault, Timing, World, no_fault
 from tests.support.toy_recovery import Disturb, logged, run_controller, summary
 
 
@@ -16,8 +16,10 @@ def config(k: int = 1, **changes: Any) -> Config:
     return toy_config(k, steps=STEPS, **settings)
 
 
-def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, **changes: Any) -> Path | None:
-    return run_controller(config(**changes), root, World(Timing(), fault, ListObserver()), disturb=disturb)
+def go(
+    root: Path, fault: Fault = no_fault, *, timing: Timing | None = None, disturb: Disturb | None = None, **changes: Any
+) -> Path | None:
+    return run_controller(config(**changes), root, World(timing or Timing(), fault), disturb=disturb)
 
 
 def check_equal(found: Path, k: int = 1) -> None:

@@ -10,9 +10,9 @@ from async_flowrl.config.check import ConfigError
 from async_flowrl.config.schema import LimitsConfig
 from async_flowrl.controller.checkpoints import SaveFailed
 from async_flowrl.training.checkpoint import DamagedCheckpoint, written
-from tests.support.toy_pool import ListObserver, Timing, World, no_fault
-from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, rollbacks, run_controller
-from tests.unit.recovery_runs import check_equal, config, go
+from tests.support.toy_pool import Timing
+from tests.support.toy_recovery import Groups, Outside, at, events, kill_after, rollbacks
+from tests.unit.recovery_runs import check_equal, go
 
 
 @pytest.mark.extended
@@ -20,8 +20,7 @@ def test_checkpoints_are_written_beside_training(tmp_path: Path) -> None:
     """Each takes longer than a step; the next one waits for it, training does not."""
     lengths = {}
     for name, seconds, every in (("fast", 0.0, 3), ("slow", 9.0, 3), ("late", 30.0, 1)):
-        world = World(Timing(save=seconds), no_fault, ListObserver())
-        assert run_controller(config(save__every=every), tmp_path / name, world) is None
+        assert go(tmp_path / name, timing=Timing(save=seconds), save__every=every) is None
         lengths[name] = [round(e["ended"] - e["started"], 3) for e in events(tmp_path / name, "step")][1:]
         check_equal(tmp_path / name)
     assert lengths["slow"] == lengths["fast"], "a step waited for a checkpoint"

@@ -9,7 +9,7 @@ import pytest
 from async_flowrl.config.schema import CurriculumConfig
 from async_flowrl.types import Prompt, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_pool import ListObserver, Timing, World, no_fault
+from tests.support.toy_pool import Timing, World, no_fault
 from tests.support.toy_recovery import at, kill_after, logged, rollbacks, run_controller, summary
 from tests.support.toy_reward import ToyReward
 
@@ -75,7 +75,7 @@ def test_a_killed_trainer_and_a_killed_controller(
 
     def controller(root: Path, fault: Any = no_fault, **how: Any) -> Path | None:
         config = toy_config(k, **settings(resume="auto", console="quiet", save__every=2), **batches)
-        return run_controller(config, root, World(Timing(), fault, ListObserver()), **how)
+        return run_controller(config, root, World(fault=fault), **how)
 
     plain, dead = tmp_path / "plain", tmp_path / "dead"
     assert controller(plain) is None

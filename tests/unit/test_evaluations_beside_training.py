@@ -2,14 +2,15 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.run_checks import check_bound, check_evaluation, check_watermarks
-from tests.support.toy_pool import ListObserver, Timing, World, no_fault
-from tests.support.toy_recovery import Groups, Outside, evaluations, kill_after, rollbacks, run_controller
+from tests.support.toy_pool import Timing
+from tests.support.toy_recovery import Groups, Outside, evaluations, kill_after, rollbacks
 from tests.unit.loop_runs import MODES, SHAKEN, run
-from tests.unit.recovery_runs import config, go
+from tests.unit.recovery_runs import go
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -77,17 +78,11 @@ def test_a_slow_evaluation_is_made_by_the_next_controller_if_its_weights_are_hel
     tune: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A LoRA's are a part of the checkpoint; of whole weights it is said that they are gone."""
-
-    settings = config(0, evaluate__every=2, save__every=1, tune=tune)
-    left = run_controller(
-        settings,
-        tmp_path / "run",
-        World(Timing(evaluation={2: 15.0}), no_fault, ListObserver()),
-        disturb=kill_after(26.0),
-    )
+    settings: dict[str, Any] = {"k": 0, "evaluate__every": 2, "save__every": 1, "tune": tune}
+    left = go(tmp_path / "run", timing=Timing(evaluation={2: 15.0}), disturb=kill_after(26.0), **settings)
     assert left is not None
     assert 2 not in evaluations(left)
-    assert run_controller(settings, left, World(Timing(), no_fault, ListObserver())) is None
+    assert go(left, **settings) is None
     assert rollbacks(left)[0] > 2
     gone = "versions [2] were being evaluated when their attempt ended; their weights are gone" in caplog.text
     assert gone == (tune == "full")

@@ -56,18 +56,8 @@ def fault(tests: dict[str, set[str]], cited: Cited) -> str | None:
 
 
 def test_every_test_of_a_promise_is_run_by_the_command_that_its_row_names() -> None:
+    assert len(ROWS) > 75
     assert [row for row, cited in ROWS if not cited] == [], "they name no test"
     every = [each for _, cited in ROWS for each in cited]
     assert [file for file, _, _ in every if not (ROOT / file).is_file()] == [], "they do not exist"
     assert [sentence for each in every if (sentence := fault(in_file(each[0]), each))] == []
-
-
-def test_the_table_is_found() -> None:
-    assert len(ROWS) > 75
-    page = "| what | test |\n|---|---|\n| one | `tests/a.py::test_a` |\n"
-    page += "| two | `…::test_b` (`make test-slow`) |\n| three | trust us |\n"
-    assert [cited for _, cited in rows(page)] == [
-        [("tests/a.py", "test_a", None)],
-        [("tests/a.py", "test_b", "make test-slow")],
-        [],
-    ]

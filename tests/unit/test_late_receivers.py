@@ -16,7 +16,7 @@ import pytest
 
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS
 from tests.support.toy import toy_config
-from tests.support.toy_pool import Fault, ListObserver, Timing, ToyWorker, World, no_fault
+from tests.support.toy_pool import Fault, Timing, ToyWorker, World, no_fault
 from tests.support.toy_recovery import Groups, Outside, evaluations, logged, run_controller, summary, toy_ranks_meet
 
 TRAINING = ("train", "add_up", "take_step")
@@ -54,7 +54,7 @@ def recorded() -> Iterator[Calls]:
 def go(root: Path, fault: Fault = no_fault, *, k: int = 1, disturb: Any = None, **changes: Any) -> Calls:
     settings = {**IN_SHARES, "console": "quiet", "rollout__num_workers": 2, **changes}
     with toy_ranks_meet(), recorded() as calls:
-        world = World(TIMING, fault, ListObserver())
+        world = World(TIMING, fault)
         assert run_controller(toy_config(k, steps=STEPS, **settings), root, world, disturb=disturb) is None
     return calls
 

@@ -15,7 +15,7 @@ from async_flowrl.controller.training_groups import group_advantages
 from async_flowrl.rewards.base import RewardError
 from async_flowrl.types import Failure, Prompt, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
-from tests.support.toy_pool import ListObserver, Timing, World
+from tests.support.toy_pool import World
 from tests.support.toy_recovery import logged, rollbacks, run_controller, summary
 from tests.support.toy_reward import ToyReward
 
@@ -93,7 +93,7 @@ def test_a_resume_trains_a_group_without_the_term_that_it_lacked(
     config = toy_config(1, steps=STEPS, reward__terms=terms(), algorithm__combine=combine, **settings)
 
     def go(root: Path, fault: Any) -> None:
-        assert run_controller(config, root, World(Timing(), fault, ListObserver())) is None
+        assert run_controller(config, root, World(fault=fault)) is None
 
     asked = toy_judge(monkeypatch, fails=True, once=True)
     go(tmp_path / "calm", lambda *call: None)

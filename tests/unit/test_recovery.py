@@ -25,8 +25,8 @@ from async_flowrl.training.checkpoint import Checkpoint, PackedState
 from async_flowrl.types import EMA, POLICY, Prompt, RolloutRequest, Scores
 from checkpoint_engine import RING, Ack, Header, Receiver, WeightsMismatch
 from separation.group import RefLost, WorkerDied
-from tests.chaos.recovery_schedules import STEPS, undisturbed
-from tests.support.toy_pool import ListObserver, Timing, World, no_fault, once
+from tests.chaos.recovery_schedules import STEPS
+from tests.support.toy_pool import Timing, no_fault, once
 from tests.support.toy_recovery import (
     Groups,
     Outside,
@@ -36,7 +36,6 @@ from tests.support.toy_recovery import (
     kill_after,
     logged,
     rollbacks,
-    run_controller,
     summary,
     toy_ranks_meet,
 )
@@ -77,22 +76,10 @@ def test_a_worker_that_waits_for_weights_of_a_rank_that_dies_serves_after_the_re
         return "kill" if asked or (worker, method, number) == ("rollout-0", "generate", 17) else None
 
     root = tmp_path / "run"
-    world = World(Timing(generate=15.0), fault, ListObserver())
-    assert run_controller(config(rollout__num_workers=1), root, world) is None
+    assert go(root, fault, timing=Timing(generate=15.0), rollout__num_workers=1) is None
     assert rollbacks(root) in ([4], [5])
     faults = [(event["worker"], event["kind"]) for event in events(root, "fault")]
     assert faults == [("rollout-0", "WorkerDied"), ("trainer-0", "WorkerDied")]
-    check_equal(root)
-
-
-def test_a_trainer_that_dies_while_it_comes_back_is_replaced_too(tmp_path: Path) -> None:
-    def fault(worker: str, method: str, number: int) -> str | None:
-        deaths = {("trainer-0", "add_up", 4), ("trainer-0.1", "load", 1), ("trainer-0.2", "take_over", 1)}
-        return "kill" if (worker, method, number) in deaths else None
-
-    root = tmp_path / "run"
-    assert go(root, fault) is None
-    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", "trainer-0.1", "trainer-0.2"]
     check_equal(root)
 
 
@@ -296,9 +283,8 @@ def test_an_evaluation_whose_version_is_old_when_a_rank_dies_is_made_by_the_next
     """Two of four workers evaluate version 2 when the only rank dies in step 3; with K=0 one version is retained."""
     settings: dict[str, Any] = {"k": 0, "rollout__num_workers": 4, "evaluate__every": 2, "trainer__ema_decay": ema}
     calm, root = tmp_path / "calm", tmp_path / "run"
-    assert run_controller(config(**settings), calm, World(Timing(), lambda *call: None, ListObserver())) is None
-    world = World(Timing(evaluation={2: 28.0}), at(add_up_4="kill"), ListObserver())
-    assert run_controller(config(**settings), root, world) is None
+    assert go(calm, **settings) is None
+    assert go(root, at(add_up_4="kill"), timing=Timing(evaluation={2: 28.0}), **settings) is None
     assert rollbacks(root) == [3]
     assert evaluations(root) == evaluations(calm) and sorted(evaluations(root)) == [2, 4, 6]
 
@@ -359,16 +345,6 @@ def test_an_older_checkpoint_on_purpose(tmp_path: Path) -> None:
     assert go(root, at(add_up_1="kill"), resume=str(older), save__keep=9) is None
     assert rollbacks(root) == [2, 2]
     check_equal(root)
-
-
-def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
-    """It is copied into the run's own folder before anything else, so that a trainer may die at once."""
-    root = tmp_path / "run"
-    assert go(tmp_path / "other", save__keep=9) is None
-    other = tmp_path / "other" / "checkpoints" / "step_4"
-    assert go(root, at(add_up_1="kill"), resume=str(other)) is None
-    assert rollbacks(root) == [4, 4]
-    assert summary(root)["weights_digest"] == undisturbed(1).digest
 
 
 def test_of_the_held_versions_only_those_are_kept_whose_evaluation_is_lacking(tmp_path: Path) -> None:
@@ -444,11 +420,15 @@ def test_groups_are_not_scored_a_second_time_if_that_would_change_their_scores(
 
 
 def test_a_checkpoint_of_another_run_comes_without_its_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied into the run's own folder before anything else, so that a trainer may die at once."""
     asked = moody(monkeypatch)
     settings = JUDGED | {"reward__on_error": "skip", "save__keep": 9}
     assert go(tmp_path / "other", **settings) is None
     asked.clear()
-    assert go(tmp_path / "run", resume=str(tmp_path / "other" / "checkpoints" / "step_4"), **settings) is None
+    other = tmp_path / "other" / "checkpoints" / "step_4"
+    assert go(tmp_path / "run", at(add_up_1="kill"), resume=str(other), **settings) is None
+    assert rollbacks(tmp_path / "run") == [4, 4]
+    assert summary(tmp_path / "run")["weights_digest"] == summary(tmp_path / "other")["weights_digest"]
     assert Counter(line["step"] for line in scored(tmp_path / "run")) == {4: 4, 5: 4}
     assert len(asked) == 2 * 4 + 2, "two steps, and the prompts of the last evaluation"
 

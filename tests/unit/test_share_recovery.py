@@ -16,7 +16,7 @@ from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import HELD, DamagedCheckpoint, read_checkpoint, written
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
 from tests.support.toy import toy_config
-from tests.support.toy_pool import Fault, ListObserver, Timing, World, no_fault
+from tests.support.toy_pool import Fault, World, no_fault
 from tests.support.toy_recovery import (
     Disturb,
     Groups,
@@ -45,7 +45,7 @@ def config(**changes: Any) -> Config:
 
 def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, **changes: Any) -> Path | None:
     with toy_ranks_meet():
-        return run_controller(config(**changes), root, World(Timing(), fault, ListObserver()), disturb=disturb)
+        return run_controller(config(**changes), root, World(fault=fault), disturb=disturb)
 
 
 def killing(*calls: Call) -> Fault:

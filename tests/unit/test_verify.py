@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from async_flowrl.cli.verify import main, verify
 from async_flowrl.training.checkpoint import Checkpoint, write_checkpoint
@@ -29,22 +28,12 @@ def finished() -> ToyRun:
     return found
 
 
-def write_run(
-    root: Path,
-    found: ToyRun,
-    events: list[Record],
-    *,
-    tensors: dict[str, Tensor] | None = None,
-    retained: dict[str, Tensor] | None = None,
-) -> Path:
-    """The files of a run directory that `verify` reads; with other masters, or another last version, if given."""
-    tensors = tensors or found.groups["trainer"].workers[0].target.tensors
+def write_run(root: Path, found: ToyRun, events: list[Record]) -> Path:
+    """The files of a run directory that `verify` reads."""
+    tensors = found.groups["trainer"].workers[0].target.tensors
     published = {str(version): digest for version, digest in found.published().items() if version >= STEPS - 1}
-    if retained is not None:
-        del published[str(STEPS)]
-    retained = retained or tensors
     trainer = {"version": STEPS, "weights_digest": weights_digest(tensors), "lora": {"alpha": 4.0, "rank": 2}}
-    parts = {"weights": tensors, "retained": {f"{STEPS}/{name}": tensor for name, tensor in retained.items()}}
+    parts = {"weights": tensors, "retained": {f"{STEPS}/{name}": tensor for name, tensor in tensors.items()}}
     write_checkpoint(root / "checkpoints", STEPS, Checkpoint(parts, trainer, {"published": published}), keep=2)
     summary = {"max_staleness": 1, "steps": STEPS, "weights_digest": weights_digest(tensors)}
     (root / "summary.json").write_text(json.dumps(summary))
@@ -87,29 +76,26 @@ def test_a_resumed_run_passes_and_its_undone_steps_do_not_count(tmp_path: Path, 
     assert rows(write_run(tmp_path, finished, [*anew, *events]))["exactly once"][0]
 
 
+def last(events: list[Record], state: str) -> int:
+    return max(i for i, e in enumerate(events) if e.get("state") == state and e.get("kind", "train") == "train")
+
+
 def change(state: str, **fields: Any) -> Callable[[list[Record]], list[Record]]:
     """The last training ticket's transition into `state` gets other fields."""
 
     def apply(events: list[Record]) -> list[Record]:
-        index = max(i for i, e in enumerate(events) if e.get("state") == state and e.get("kind", "train") == "train")
+        index = last(events, state)
         return [*events[:index], events[index] | fields, *events[index + 1 :]]
 
     return apply
 
 
 def drop(state: str) -> Callable[[list[Record]], list[Record]]:
-    def apply(events: list[Record]) -> list[Record]:
-        index = max(i for i, e in enumerate(events) if e.get("state") == state and e.get("kind", "train") == "train")
-        return events[:index] + events[index + 1 :]
-
-    return apply
+    return lambda events: [event for i, event in enumerate(events) if i != last(events, state)]
 
 
 def double(state: str) -> Callable[[list[Record]], list[Record]]:
-    def apply(events: list[Record]) -> list[Record]:
-        return [*events, next(e for e in events if e.get("state") == state and e.get("kind") == "train")]
-
-    return apply
+    return lambda events: [*events, next(e for e in events if e.get("state") == state and e.get("kind") == "train")]
 
 
 def swap(events: list[Record]) -> list[Record]:
@@ -123,7 +109,7 @@ def swap(events: list[Record]) -> list[Record]:
 
 def early(events: list[Record]) -> list[Record]:
     """The last ticket is handed over as soon as the first one is trained."""
-    handed = max(i for i, e in enumerate(events) if e.get("state") == "HANDED")
+    handed = last(events, "HANDED")
     trained = next(i for i, e in enumerate(events) if e.get("state") == "TRAINED" and e["kind"] == "train")
     return [*events[: trained + 1], events[handed], *events[trained + 1 : handed], *events[handed + 1 :]]
 
@@ -167,21 +153,15 @@ def test_tampered_events_are_noticed(
     assert main([str(root)]) == 1
 
 
-def test_other_masters_than_the_summarys_are_noticed(tmp_path: Path, finished: ToyRun) -> None:
+def test_other_masters_than_the_summarys_and_damaged_ones_are_noticed(tmp_path: Path, finished: ToyRun) -> None:
     root = write_run(tmp_path, finished, finished.observer.events)
     tensors = finished.groups["trainer"].workers[0].target.tensors
     other = {name: tensor + 1e-7 for name, tensor in tensors.items()}
-    trainer = {"weights_digest": weights_digest(other)}
-    write_checkpoint(root / "checkpoints", STEPS, Checkpoint({"weights": other}, trainer, {}), keep=2)
-    ok, text = rows(root)["digests"]
-    assert not ok and "summary.json says" in text
-    write_checkpoint(root / "checkpoints", STEPS, Checkpoint({"weights": other}, {"weights_digest": "x"}, {}), keep=2)
-    ok, text = rows(root)["digests"]
-    assert not ok and "says x" in text
-
-
-def test_a_damaged_checkpoint_is_noticed(tmp_path: Path, finished: ToyRun) -> None:
-    root = write_run(tmp_path, finished, finished.observer.events)
+    for digest, said in ((weights_digest(other), "summary.json says"), ("x", "says x")):
+        damaged = Checkpoint({"weights": other}, {"weights_digest": digest}, {})
+        write_checkpoint(root / "checkpoints", STEPS, damaged, keep=2)
+        ok, text = rows(root)["digests"]
+        assert not ok and said in text
     path = root / "checkpoints" / f"step_{STEPS}" / "weights.safetensors"
     tensors = load_file(path)
     tensors["layer.lora_B.weight"][0, 0] += 1.0
