@@ -10,8 +10,8 @@ pytestmark = pytest.mark.chaos
 
 SEEDS = range(5 * len(PAIRS))
 """Of `make test-slow`, five for each cell."""
-FEW = SEEDS[: len(PAIRS) : 3]
-"""Of `make test`, one for every third cell; tests/unit/test_share_recovery.py has some more."""
+FEW = SEEDS[: len(PAIRS) : 2]
+"""Of `make test`, one for every second cell; tests/unit/test_share_recovery.py has some more."""
 
 
 @pytest.mark.parametrize("seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)

@@ -1,7 +1,9 @@
 """ToyReward, the reward worker's model of toy runs (toy.py)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import pytest
 
 from async_flowrl.config.scoring_pools import scoring_pools
 from async_flowrl.rewards.call import group_result
@@ -45,3 +47,15 @@ class ToyReward:
         answered = [name for name in names if name not in failed]
         said = {"mean_grey": values, "said": tuple(f"image {index}" for index in range(len(values)))}
         return Scores((), dict.fromkeys(answered, values), failed=failed, extras=dict.fromkeys(answered, said))
+
+
+def score_alike(patch: pytest.MonkeyPatch, dull: Callable[[Prompt], bool]) -> None:
+    """Gives all images of a group the same scores, where `dull` holds for its prompt."""
+    score = ToyReward.score
+
+    def scored(self: ToyReward, terms: Sequence[str], prompt: Prompt, *images: Any) -> Scores:
+        found = score(self, terms, prompt, *images)
+        alike = (0.5,) * len(found.total)
+        return Scores(alike, dict.fromkeys(found.by_term, alike)) if dull(prompt) else found
+
+    patch.setattr(ToyReward, "score", scored)

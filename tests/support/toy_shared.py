@@ -19,7 +19,7 @@ from async_flowrl.shared.shared_worker import SharedRollout
 from async_flowrl.shared.turns import patience
 from separation.cohosted import Replacements, SubGroup
 from tests.support.toy import TEXTS, Disturbance, ToyRun, toy_config, trained_on
-from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, ToyWorker, World, name_of, no_fault
+from tests.support.toy_pool import Fault, Timing, ToyPool, ToyWorker, World, name_of, no_fault
 from tests.support.toy_recovery import toy_ranks_meet
 from tests.support.toy_reward import ToyReward
 from tests.support.toy_rollout import ToyRollout
@@ -184,18 +184,6 @@ def shared_groups(config: Config, world: World) -> dict[str, Any]:
     return {SHARED: whole, **sub_groups, **rewards}
 
 
-async def _run(
-    config: Config, timing: Timing, fault: Fault, disturb: Disturbance | None, texts: Sequence[str]
-) -> ToyRun:
-    observer = ListObserver()
-    groups = shared_groups(config, World(timing, fault, observer))
-    for worker in groups[SHARED].workers:
-        worker.target.rollout.load()
-    return await trained_on(
-        config, groups, observer, disturb, hosted=lambda worker: worker.process.target.trainer, texts=texts
-    )
-
-
 def shared_virtual(
     config: Config,
     timing: Timing | None = None,
@@ -203,10 +191,16 @@ def shared_virtual(
     *,
     disturb: Disturbance | None = None,
     texts: Sequence[str] = TEXTS,
-    horizon: float = 1e5,
 ) -> ToyRun:
-    """Runs a toy run on `texts` in virtual time and returns its results. Raises the error that ends it.
+    """Runs a toy run on `texts` in virtual time and returns its results. Raises the error that ends it."""
 
-    Raises Deadlock if nothing can happen any more, and HorizonReached after `horizon` virtual seconds.
-    """
-    return run_virtual(_run(config, timing or Timing(), fault, disturb, texts), horizon=horizon)
+    async def body() -> ToyRun:
+        world = World(timing or Timing(), fault)
+        groups = shared_groups(config, world)
+        for worker in groups[SHARED].workers:
+            worker.target.rollout.load()
+        return await trained_on(
+            config, groups, world.observer, disturb, hosted=lambda worker: worker.process.target.trainer, texts=texts
+        )
+
+    return run_virtual(body(), horizon=1e5)

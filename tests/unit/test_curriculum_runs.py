@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from async_flowrl.config.schema import CurriculumConfig
-from async_flowrl.types import Prompt, Scores
+from async_flowrl.types import Prompt
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import Timing, World, no_fault
 from tests.support.toy_recovery import at, kill_after, logged, rollbacks, run_controller, summary
-from tests.support.toy_reward import ToyReward
+from tests.support.toy_reward import score_alike
 
 STEPS = 12
 DULL = ("prompt 1", "prompt 4")
@@ -19,17 +19,7 @@ DULL = ("prompt 1", "prompt 4")
 
 @pytest.fixture(autouse=True)
 def _dull_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    score = ToyReward.score
-
-    def equal_for_dull(self: ToyReward, terms: Any, prompt: Prompt, *images: Any) -> Scores:
-        scores = score(self, terms, prompt, *images)
-        if prompt.text not in DULL:
-            return scores
-        return Scores(
-            tuple(0.5 for _ in scores.total), {name: tuple(0.5 for _ in x) for name, x in scores.by_term.items()}
-        )
-
-    monkeypatch.setattr(ToyReward, "score", equal_for_dull)
+    score_alike(monkeypatch, lambda prompt: prompt.text in DULL)
 
 
 def settings(**changes: Any) -> dict[str, Any]:

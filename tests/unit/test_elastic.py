@@ -13,7 +13,6 @@ from async_flowrl.tickets.table import State
 from checkpoint_engine import WeightsMismatch
 from tests.support.run_checks import check_bound, check_once, check_watermarks
 from tests.support.toy import Disturbance, ToyRun, calm_run, toy_config, virtual
-from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_pool import ListObserver, Timing, ToyPool, no_fault
 from tests.support.toy_rollout import ToyRollout
 
@@ -25,12 +24,6 @@ Pools = Mapping[str, ToyPool]
 def elastic_config(k: int = 1, *, least: int = 1, most: int = 4, **changes: Any) -> Config:
     bounds = {"rollout__min_workers": least, "rollout__max_workers": most}
     return toy_config(k, steps=STEPS, **{"rollout__num_workers": 2, **bounds, **changes})
-
-
-def growth_of(pools: Pools) -> ToyGrowth:
-    growth = pools["rollout"].growth
-    assert isinstance(growth, ToyGrowth)
-    return growth
 
 
 def run_while(disturb: Disturbance, config: Config | None = None, timing: Timing | None = None) -> ToyRun:
@@ -60,7 +53,7 @@ def test_workers_join_while_the_run_goes_on_and_serve_after_their_proof(k: int) 
     async def two_arrive(ctx: Context, pools: Pools) -> None:
         for _ in range(3):  # one more than there may be
             await asyncio.sleep(1.0)
-            growth_of(pools).arrive()
+            pools["rollout"].growth.arrive()
 
     found = run_while(two_arrive, elastic_config(k), Timing(generate=2.0))
     joined = found.observer.of("worker_joined")
@@ -72,12 +65,16 @@ def test_workers_join_while_the_run_goes_on_and_serve_after_their_proof(k: int) 
     assert len(found.groups["rollout"].workers) == 4
 
 
-def test_a_drained_worker_finishes_its_tickets_and_leaves() -> None:
+def drained_at_work(**how: float) -> Disturbance:
     async def drain(ctx: Context, pools: Pools) -> None:
         await until(lambda: any(t.worker == "rollout-0" and t.state is State.RUNNING for t in ctx.table.live()))
-        growth_of(pools).drain(pools["rollout"].workers[0])
+        pools["rollout"].growth.drain(pools["rollout"].workers[0], **how)
 
-    found = run_while(drain)
+    return drain
+
+
+def test_a_drained_worker_finishes_its_tickets_and_leaves() -> None:
+    found = run_while(drained_at_work())
     (left,) = found.observer.of("worker_left")
     assert (left["worker"], left["reason"], left["workers"]) == ("rollout-0", "its node is drained", 1)
     assert not found.observer.of("fault") and found.table.retried == 0, "nothing is made twice"
@@ -86,11 +83,7 @@ def test_a_drained_worker_finishes_its_tickets_and_leaves() -> None:
 
 
 def test_what_a_drained_worker_cannot_finish_in_time_is_handed_back() -> None:
-    async def drain(ctx: Context, pools: Pools) -> None:
-        await until(lambda: any(t.worker == "rollout-0" and t.state is State.RUNNING for t in ctx.table.live()))
-        growth_of(pools).drain(pools["rollout"].workers[0], seconds=0.5)
-
-    found = run_while(drain, timing=Timing(generate=5.0))
+    found = run_while(drained_at_work(seconds=0.5), timing=Timing(generate=5.0))
     assert [event["worker"] for event in found.observer.of("worker_left")] == ["rollout-0"]
     assert not found.observer.of("fault") and found.table.retried in (1, 2)
 
@@ -102,8 +95,8 @@ def test_tickets_that_are_handed_back_are_not_suspected() -> None:
         for _ in range(9):
             await until(lambda: any(t.ordinal == 0 and t.state is State.RUNNING for t in ctx.table.live()))
             name = next(t.worker for t in ctx.table.live() if t.ordinal == 0)
-            growth_of(pools).arrive()
-            growth_of(pools).drain(next(w for w in pools["rollout"].workers if w.name == name), seconds=0.1)
+            pools["rollout"].growth.arrive()
+            pools["rollout"].growth.drain(next(w for w in pools["rollout"].workers if w.name == name), seconds=0.1)
             await until(lambda n=name: of(ctx, "worker_left", worker=n))
 
     found = run_while(nine_leave, timing=Timing(generate=8.0))
@@ -113,9 +106,9 @@ def test_tickets_that_are_handed_back_are_not_suspected() -> None:
 def test_a_lost_node_without_another_makes_the_pool_smaller_until_one_comes() -> None:
     async def lose(ctx: Context, pools: Pools) -> None:
         await asyncio.sleep(2.0)
-        growth_of(pools).end(pools["rollout"].workers[1])
+        pools["rollout"].growth.end(pools["rollout"].workers[1])
         await until(lambda: of(ctx, "worker_left"))
-        growth_of(pools).arrive()
+        pools["rollout"].growth.arrive()
 
     found = run_while(lose, timing=Timing(generate=4.0))
     assert [event["workers"] for event in found.observer.of("worker_left")] == [1]
@@ -124,7 +117,7 @@ def test_a_lost_node_without_another_makes_the_pool_smaller_until_one_comes() ->
 
 def test_too_few_workers_for_too_long_end_the_run_by_name() -> None:
     async def drain_one(ctx: Context, pools: Pools) -> None:
-        growth_of(pools).drain(pools["rollout"].workers[0])
+        pools["rollout"].growth.drain(pools["rollout"].workers[0])
 
     slow = Timing(generate=20.0)
     with pytest.raises(PoolTooSmall, match=r"1 rollout worker for 60 s, and rollout.min_workers=2: go on with resume"):
@@ -141,7 +134,7 @@ def test_a_newcomer_with_other_modules_never_serves(monkeypatch: pytest.MonkeyPa
 
     async def arrive(ctx: Context, pools: Pools) -> None:
         await asyncio.sleep(1.0)
-        growth_of(pools).arrive()
+        pools["rollout"].growth.arrive()
 
     monkeypatch.setattr(ToyRollout, "prove", other)
     with pytest.raises(WeightsMismatch, match="rollout-2"):

@@ -94,12 +94,12 @@ def records(root: Path, config: Config, told: Told) -> EvaluationRecords:
     )
 
 
-def result(version: int, reward: float, ocr: float, *, alike: bool = False, lacking: int = 0) -> EvaluationResult:
+def result(version: int, reward: float, ocr: float, *, lacking: int = 0) -> EvaluationResult:
     """Scores around the two levels, the same for every call but for some noise of the version's own."""
     rng, own = np.random.default_rng(5), np.random.default_rng(version)
     shared = rng.normal(0, 0.2, (PROMPTS, IMAGES))
     trained, held = (shared + level + own.normal(0, 0.05, (PROMPTS, IMAGES)) for level in (reward, ocr))
-    images = own.integers(0, 256, (PROMPTS, IMAGES, 8, 8, 3), dtype=np.uint8) // (16 if alike else 1)
+    images = own.integers(0, 256, (PROMPTS, IMAGES, 8, 8, 3), dtype=np.uint8)
     prompts = tuple(Prompt(index, f"prompt {index}") for index in range(PROMPTS))
     return EvaluationResult(
         version,

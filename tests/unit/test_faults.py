@@ -16,7 +16,6 @@ from separation.group import WorkerDied, WorkerFailed
 from separation.supervise import DeadlineExceeded
 from tests.support.run_checks import STEPS, check_bound
 from tests.support.toy import calm_run, toy_config, virtual
-from tests.support.toy_growth import ToyGrowth
 from tests.support.toy_pool import Fault, ListObserver, Timing, ToyPool, no_fault, once
 from tests.support.toy_rollout import ToyRollout
 from tests.unit.faulty_runs import calm, check_recovered, disturbed
@@ -167,9 +166,7 @@ async def worker_dies(ctx: Context, pools: Pools) -> None:
 
 async def worker_comes(ctx: Context, pools: Pools) -> None:
     await asyncio.sleep(7.3)
-    growth: Any = pools["rollout"].growth
-    assert isinstance(growth, ToyGrowth)
-    growth.arrive()
+    pools["rollout"].growth.arrive()
 
 
 def one_worker(*, elastic: bool) -> Config:

@@ -3,18 +3,17 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from async_flowrl.controller.replicas import MAX_GROUPS_PER_CALL
 from async_flowrl.training.messages import TrainRequest
-from async_flowrl.types import Prompt, Scores, Trajectory
+from async_flowrl.types import Trajectory
 from tests.support.float_sum import FloatSum
 from tests.support.run_checks import STEPS
 from tests.support.toy import ToyRun, calm_run, toy_config, virtual
 from tests.support.toy_pool import Timing
-from tests.support.toy_reward import ToyReward
+from tests.support.toy_reward import score_alike
 from tests.support.toy_trainer import ToyTrainer
 from tests.unit.loop_runs import SHAKEN, TICKETS_PER_STEP, run
 
@@ -43,20 +42,14 @@ def test_groups_without_spread_can_be_dropped_with_their_kl(
 ) -> None:
     """The mean is then over the rows that are trained, known when the last group has come."""
     divisors: dict[int, int | None] = {}
-    add_up, score = ToyTrainer.add_up, ToyReward.score
+    add_up = ToyTrainer.add_up
 
     def counting(trainer: ToyTrainer, request: TrainRequest, *trajectories: Trajectory) -> int | None:
         divisors[request.step] = request.rows
         return add_up(trainer, request, *trajectories)
 
-    def flat(reward: ToyReward, terms: Sequence[str], prompt: Prompt, *images: Any) -> Scores:
-        found = score(reward, terms, prompt, *images)
-        if prompt.index % 2:
-            return found
-        return Scores((0.5,) * len(found.total), {name: (0.5,) * len(found.total) for name in found.by_term})
-
     monkeypatch.setattr(ToyTrainer, "add_up", counting)
-    monkeypatch.setattr(ToyReward, "score", flat)
+    score_alike(monkeypatch, lambda prompt: prompt.index % 2 == 0)
     trained: dict[str, dict[int, int]] = {}
     for rule in ("count", "drop"):
         changes = {"algorithm__zero_std_groups": rule, "algorithm__kl_coef": 0.1, "trainer__num_workers": ranks}

@@ -16,7 +16,7 @@ from async_flowrl.rewards.base import RewardError
 from async_flowrl.types import Failure, Prompt, Scores
 from tests.support.toy import ToyRun, toy_config, virtual
 from tests.support.toy_pool import World
-from tests.support.toy_recovery import logged, rollbacks, run_controller, summary
+from tests.support.toy_recovery import at, logged, rollbacks, run_controller, summary
 from tests.support.toy_reward import ToyReward
 
 STEPS, UNLUCKY = 6, 2
@@ -98,10 +98,7 @@ def test_a_resume_trains_a_group_without_the_term_that_it_lacked(
     asked = toy_judge(monkeypatch, fails=True, once=True)
     go(tmp_path / "calm", lambda *call: None)
     asked.clear()
-    go(
-        tmp_path / "run",
-        lambda worker, method, n: "kill" if (worker, method, n) == ("trainer-0", "add_up", 4) else None,
-    )
+    go(tmp_path / "run", at(add_up_4="kill"))
     assert rollbacks(tmp_path / "run")
     assert summary(tmp_path / "run")["weights_digest"] == summary(tmp_path / "calm")["weights_digest"]
     assert logged(tmp_path / "run") == logged(tmp_path / "calm")

@@ -79,20 +79,6 @@ def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> Non
     assert files == {"rank_0.pt", "rank_1.pt"}
 
 
-@pytest.mark.parametrize(
-    ("rank", "method", "number"), [(1, "train", 5), (1, "gather", 4), (1, "write", 2), (0, "end", 2)]
-)
-def test_the_death_of_one_rank_takes_all_of_them_back_to_the_last_checkpoint(
-    rank: int, method: str, number: int, tmp_path: Path
-) -> None:
-    root = tmp_path / "run"
-    assert go(root, killing((f"trainer-{rank}", method, number))) is None
-    assert [(event["worker"], event["kind"]) for event in events(root, "fault")] == [(f"trainer-{rank}", "WorkerDied")]
-    (back,) = rollbacks(root)
-    assert back in (0, 2, 4) and names(root) == {"trainer-0", "trainer-1", "trainer-0.1", "trainer-1.1"}
-    check_equal(root)
-
-
 @pytest.mark.parametrize(("rank", "method"), [(0, "load"), (1, "verify"), (1, "restore")])
 def test_a_rank_that_dies_while_all_come_back_begins_the_recovery_anew(rank: int, method: str, tmp_path: Path) -> None:
     root = tmp_path / "run"

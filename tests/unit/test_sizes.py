@@ -69,12 +69,6 @@ def test_a_group_has_one_size_its_prompts_or_one_that_it_draws(tmp_path: Path) -
     assert [builder.resolution(t) for t in tickets] != [other.resolution(t) for t in tickets]
 
 
-def test_a_prompt_that_the_model_cannot_make_is_named(tmp_path: Path) -> None:
-    data = prompt_file(tmp_path, ROWS[0], {"prompt": "red", "resolution": [40, 32]})
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: resolution must be multiples of 16, got 40 × 32"):
-        prepare(composed(tmp_path, f"data.train={data}"))
-
-
 def test_frames_are_those_of_the_prompt_or_of_the_run(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "frames": "9"}, ROWS[2], {"prompt": "red", "resolution": "5x48x32"}, ROWS[3]]
     wan = ("model=tiny_wan21", "rollout.frames=5", f"data.train={prompt_file(tmp_path, *rows)}", "data.shuffle=false")
@@ -93,12 +87,13 @@ def test_frames_are_those_of_the_prompt_or_of_the_run(tmp_path: Path) -> None:
     ("model", "row", "named"),
     [
         ("tiny_wan21", {**ROWS[0], "frames": 10}, r"prompts\.jsonl:2: frames .* 10, nearest: 9"),
+        ("tiny", {"prompt": "red", "resolution": [40, 32]}, r"prompts\.jsonl:2: .* multiples of 16, got 40 × 32"),
         ("tiny", {**ROWS[0], "frames": 9}, r"prompts\.jsonl:2: frames .* 9$"),
         ("tiny_wan21", {"prompt": "red", "frames": 9}, r"prompts\.jsonl:2: .*got frames"),
         ("tiny_wan21", {**ROWS[0], "frames": "many"}, r"prompts\.jsonl:2: .*and frames, .*'many'"),
     ],
 )
-def test_frames_that_cannot_be_made_are_named(tmp_path: Path, model: str, row: dict[str, Any], named: str) -> None:
+def test_a_prompt_that_cannot_be_made_is_named(tmp_path: Path, model: str, row: dict[str, Any], named: str) -> None:
     data = prompt_file(tmp_path, ROWS[3], row)
     with pytest.raises(ConfigError, match=named):
         prepare(composed(tmp_path, f"model={model}", f"data.train={data}"))
