@@ -214,6 +214,10 @@ def undisturbed(k: int, averaged: bool = False) -> Left:
     """What is left of a run with `max_staleness` k in separate pools; `averaged`: with the settings of AVERAGES."""
     more = AVERAGES if averaged else {}
     config = toy_config(k, steps=STEPS, evaluate__every=1, evaluate__before_training=True, console="quiet", **more)
+    return left_by(config)
+
+
+def left_by(config: Config) -> Left:
     with scratch() as folder:
         root = folder / "run"
         assert run_controller(config, root, World()) is None

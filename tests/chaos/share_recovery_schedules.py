@@ -18,13 +18,13 @@ from tests.chaos.recovery_schedules import (
     Left,
     RecoverySchedule,
     check_left,
+    left_by,
     place_worker_fault,
     run_schedule,
     scratch,
 )
 from tests.support.toy import toy_config
-from tests.support.toy_pool import World
-from tests.support.toy_recovery import evaluations, logged, run_controller, summary, toy_ranks_meet
+from tests.support.toy_recovery import toy_ranks_meet
 from tests.support.toy_shares import spoil_share
 
 IN_SHARES: dict[str, Any] = {
@@ -148,10 +148,8 @@ def undisturbed(k: int, ranks: int = 2) -> Left:
     """What is left of a run with `max_staleness` k and so many ranks, which evaluates every version."""
     changes = {**IN_SHARES, "trainer__num_workers": ranks, "evaluate__every": 1, "evaluate__before_training": True}
     config = toy_config(k, steps=STEPS, console="quiet", **changes)
-    with scratch() as folder, toy_ranks_meet():
-        root = folder / "run"
-        assert run_controller(config, root, World()) is None
-        return Left(summary(root)["weights_digest"], logged(root), evaluations(root))
+    with toy_ranks_meet():
+        return left_by(config)
 
 
 @functools.cache

@@ -18,14 +18,8 @@ from async_flowrl.config.schema import Config
 from tests.support.documents import script
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "examples").rglob("*.md"),
-        *(ROOT / "benchmarks").rglob("*.md"),
-    ]
-)
+FOLDERS = [ROOT / name for name in ("docs", "examples", "benchmarks")]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))])
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 FREE = {"algorithm.options", "reward.terms"}
 """Dictionaries whose keys are the user's own."""

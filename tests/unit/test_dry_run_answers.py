@@ -139,16 +139,14 @@ def test_every_model_mode_engine_and_placement(model: str, tmp_path: Path) -> No
             if (engine, placement) == ("vllm_omni", "shared"):
                 assert said is not None and "placement=separate" in said
                 continue
+            workers = []
             for says, key in (
                 (said_by_trainer, (mode, guidance, placement)),
                 (said_by_rollout, (engine, guidance, placement)),
             ):
                 if (says, key) not in known:
                     known[says, key] = says(config)
-            workers = [
-                known[said_by_trainer, (mode, guidance, placement)],
-                known[said_by_rollout, (engine, guidance, placement)],
-            ]
+                workers.append(known[says, key])
             assert (said is None) == (workers == [None, None]), (mode, engine, placement, said, workers)
             assert said is None or said in workers
             answers[said is None] += 1

@@ -16,7 +16,7 @@ import pytest
 
 from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS
 from tests.support.toy import toy_config
-from tests.support.toy_pool import Fault, Timing, ToyWorker, World, no_fault
+from tests.support.toy_pool import Timing, ToyWorker, World
 from tests.support.toy_recovery import Groups, Outside, evaluations, logged, run_controller, summary, toy_ranks_meet
 
 TRAINING = ("train", "add_up", "take_step")
@@ -51,11 +51,11 @@ def recorded() -> Iterator[Calls]:
         yield calls
 
 
-def go(root: Path, fault: Fault = no_fault, *, k: int = 1, disturb: Any = None, **changes: Any) -> Calls:
+def go(root: Path, timing: Timing = TIMING, *, k: int = 1, disturb: Any = None, **changes: Any) -> Calls:
     settings = {**IN_SHARES, "console": "quiet", "rollout__num_workers": 2, **changes}
     with toy_ranks_meet(), recorded() as calls:
-        world = World(TIMING, fault)
-        assert run_controller(toy_config(k, steps=STEPS, **settings), root, world, disturb=disturb) is None
+        config = toy_config(k, steps=STEPS, **settings)
+        assert run_controller(config, root, World(timing), disturb=disturb) is None
     return calls
 
 
@@ -98,11 +98,8 @@ def test_an_older_version_that_is_evaluated_is_gathered_once_more(tmp_path: Path
     """Evaluations take longer than a step, so a version waits for its evaluation while newer ones are made."""
     ema = {"trainer__ema_decay": 0.9, "trainer__ema_every": 1} if averaged else {}
     evaluated = {"evaluate__every": 1, **ema}
-    slow = Timing(generate=2.0, update=0.2)
-    with mock.patch(f"{__name__}.TIMING", slow):
-        calls = go(tmp_path / "run", **evaluated)
+    calls = go(tmp_path / "run", Timing(generate=2.0, update=0.2), **evaluated)
     assert calls.of("recall"), "nothing older was evaluated"
     check_apart(calls)
-    with mock.patch(f"{__name__}.TIMING", Timing(generate=0.1, update=10.0)):
-        go(tmp_path / "calm", **evaluated)
+    go(tmp_path / "calm", Timing(generate=0.1, update=10.0), **evaluated)
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "calm")

@@ -19,13 +19,10 @@ def spread(ranks: int, groups: int, parts: int, per_replica: int = 1) -> list[tu
     return [owners.assign([1] * parts) for _ in range(groups)]
 
 
-def test_whole_groups_where_every_replica_gets_two() -> None:
+def test_whole_groups_where_every_replica_gets_two_and_split_ones_where_there_are_few() -> None:
     found = spread(3, 7, 2)
     assert all(len(set(of_group)) == 1 for of_group in found)
     assert sorted(Counter(owner for of_group in found for owner in of_group).values()) == [4, 4, 6]
-
-
-def test_groups_are_split_where_there_are_few() -> None:
     assert spread(4, 1, 8) == [(0, 1, 2, 3, 0, 1, 2, 3)]
     counts = Counter(owner for of_group in spread(3, 5, 2) for owner in of_group)
     assert sorted(counts.values()) == [3, 3, 4]

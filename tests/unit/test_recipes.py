@@ -114,9 +114,8 @@ def test_the_judge_has_servers_on_gpus_of_its_own(tmp_path: Path) -> None:
     assert term.name == "vlm_judge" and term.options["mode"] == "transcribe"
     servers = next(spec for spec in pools(prepared) if spec.name == "server/vlm_ocr")
     assert (servers.num_workers, servers.gpus_per_worker) == (2, 1.0)
-    assert servers.arguments["serve"].command[:6] == [
-        *["uv", "run", "--isolated", "--no-project", "--with", "vllm==0.30.0"]
-    ]
+    started = " ".join(servers.arguments["serve"].command)
+    assert started.startswith("uv run --isolated --no-project --with vllm==0.30.0 ")
     assert "server/vlm_ocr 2 × " in dry_run_lines(prepared, tmp_path)
     assert "not asked" not in dry_run_lines(prepared, tmp_path)
     elsewhere = {"vlm_ocr": replace(term, serve=None, options={**term.options, "base_url": "http://localhost:1/v1"})}
@@ -134,12 +133,7 @@ def test_one_card_takes_the_same_steps_with_a_quarter_of_the_images(tmp_path: Pa
     assert gpus_taken(alone) == 1 and alone.rollout.text_encoder == "cached" and alone.placement == "shared"
     eight = recipe("qwen_image_8x80gb_shared", tmp_path)
     assert gpus_taken(eight) == gpus_taken(whole) == 8 and eight.prompts_per_step == whole.prompts_per_step
-    assert (alone.algorithm, alone.lora, alone.model, alone.data) == (
-        whole.algorithm,
-        whole.lora,
-        whole.model,
-        whole.data,
-    )
+    assert all(getattr(alone, section) == getattr(whole, section) for section in ("algorithm", "lora", "model", "data"))
     assert 4 * alone.prompts_per_step == whole.prompts_per_step and alone.group_size == whole.group_size
 
 

@@ -40,19 +40,14 @@ def publish(t: TicketTable, version: int, *workers: str) -> None:
         t.acknowledge(worker, version, digest(version))
 
 
-def test_nothing_runs_before_the_worker_has_acknowledged_the_version() -> None:
-    t = table()
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+def test_version_zero_opens_exactly_k_plus_one_steps_to_who_has_acknowledged_it(k: int) -> None:
+    t = table(k=k, steps=10)
     t.join("w")
-    t.publish(0, digest(0))
+    publish(t, 0)
     assert t.next_for("w") is None
     assert t.blocked() == "weights"
     t.acknowledge("w", 0, digest(0))
-    assert t.next_for("w") is not None
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-def test_version_zero_opens_exactly_k_plus_one_steps(k: int) -> None:
-    t = opened(k=k, steps=10)
     steps = []
     while (ticket := t.next_for("w")) is not None:
         t.start(ticket, "w")
@@ -170,18 +165,13 @@ def test_an_acknowledgement_of_other_bytes_is_refused() -> None:
         t.acknowledge("w", 0, "something else")
 
 
-def test_steps_are_handed_over_in_order_only() -> None:
+def test_steps_are_handed_over_in_order_and_whole() -> None:
     t = opened(k=1)
     for _ in range(4):
         run_ticket(t, "w")
     t.scored(t.group(1, 0), (1.0,))
     with pytest.raises(Refused, match="step 0 is due"):
         t.hand_over(1, 0)
-
-
-def test_a_step_is_closed_only_when_all_of_it_was_handed_over() -> None:
-    t = opened()
-    run_ticket(t, "w")
     t.scored(t.group(0, 0), (1.0,))
     t.hand_over(0, 0)
     with pytest.raises(Refused, match="cannot be closed"):
