@@ -27,15 +27,9 @@ def loaded() -> SharedWorker:
     worker = SharedWorker(config, resolve_model(config.model), 0, "shared-0")
     in_a_thread(worker.rollout.load)
     worker.trainer.load()
-    deliver(worker, 0)
+    worker.trainer.sender.stage(0)
+    assert worker.rollout.keep_local(worker.trainer.sender.policy.seal(0)) is not None
     return worker
-
-
-def deliver(worker: SharedWorker, version: int) -> None:
-    """Stages and announces a version, as the controller does for the first rank."""
-    sender = worker.trainer.sender
-    sender.stage(version)
-    assert worker.rollout.keep_local(sender.policy.seal(version)) is not None
 
 
 def in_a_thread(work: Callable[[], Any]) -> None:

@@ -142,10 +142,7 @@ def test_a_quantised_base_then_host_memory_then_a_lower_rank_come_last(monkeypat
 def test_of_whole_weights_the_settings_of_a_small_card_are_tried_without_those_of_a_frozen_base(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def needed(config: Config, **_: object) -> Footprint:
-        return Footprint({"all": (10 if config.trainer.sum_on == "host" else 30) * GIB})
-
-    sizes(monkeypatch, needed)
+    sizes(monkeypatch, lambda config, **_: Footprint({"all": (10 if config.trainer.sum_on == "host" else 30) * GIB}))
     row = answer("sd35_ocr", Hardware.of("1x24"), "tune=full")
     assert row.fits and {"trainer.sum_on=host", "model.quantize_text_encoder=int8"} <= set(row.words)
     assert not [word for word in row.words if word.startswith(("model.quantize=", "lora."))]
@@ -153,10 +150,7 @@ def test_of_whole_weights_the_settings_of_a_small_card_are_tried_without_those_o
 
 @pytest.mark.extended
 def test_the_largest_recipe_is_the_first_that_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def needed(config: Config, **_: object) -> Footprint:
-        return Footprint({"all": (18 if config.model.quantize == "nf4" else 60) * GIB})
-
-    sizes(monkeypatch, needed)
+    sizes(monkeypatch, lambda config, **_: Footprint({"all": (18 if config.model.quantize == "nf4" else 60) * GIB}))
     cards = ((79.0, 2), (23.5, 4), (15.5, 1))
     found = [fit.largest(Hardware("", gib, count)) for gib, count in cards]
     names = ["qwen_image_ocr", "qwen_image_1x24gb", None]

@@ -24,7 +24,8 @@ def lasting(config: Config) -> tuple[int, int]:
 
 @pytest.mark.extended
 def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit() -> None:
-    config = small("trainer.num_workers=2", "trainer.micro_batch_size=8", "trainer.shard=none")
+    pair = ("trainer.num_workers=2", "trainer.micro_batch_size=8", "trainer.shard=none")
+    config = small(*pair)
     rank, worker = lasting(config)
     enough = {"trainer": 80 * GIB, "rollout": 80 * GIB}
     assert check_devices(config, enough) == []
@@ -37,12 +38,6 @@ def test_a_device_smaller_than_what_lasts_is_refused_with_what_would_make_it_fit
     assert said.count(" GiB)") == 1
     with pytest.raises(ConfigError, match=r"a rollout worker needs .* rollout.text_encoder=offload"):
         check_devices(config, {**enough, "rollout": worker - 1})
-
-
-@pytest.mark.extended
-def test_what_a_refusal_names_does_fit() -> None:
-    pair = ("trainer.num_workers=2", "trainer.shard=none")
-    short = lasting(small(*pair))[0] - 1
     for change in ("trainer.shard=full", "model.dtype=bfloat16"):
         assert lasting(small(*pair, change))[0] <= short
 
