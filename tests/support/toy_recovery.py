@@ -128,19 +128,22 @@ async def controller(config: Config, root: Path, outside: Outside) -> None:
     warn_of_differences(config, resume, info["device"])
     resume = with_unevaluated(config, resume, EvaluationLog(directory.evaluations))
     resume = await restore(trainers, directory, resume, lambda: find_resume(prepared.requests, directory, shares=True))
-    with opened(prepared, directory, resume) as ledgers:
-        digest, device = info["base_digest"], info["device"]
-        run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, digest, "", device, OBJECT_STORE, {})
-        beside = asyncio.ensure_future(outside.disturb(outside, groups)) if outside.disturb else None
-        try:
-            ctx = await train_with_recovery(run, resume)
-        finally:
-            if beside is not None:
-                beside.cancel()
+    ledgers = open_ledgers(prepared, directory, resume, clock=asyncio.get_running_loop().time)
+    digest, device = info["base_digest"], info["device"]
+    run = Run(prepared, directory, groups, trainers, ledgers, outside.stop, digest, "", device, OBJECT_STORE, {})
+    beside = asyncio.ensure_future(outside.disturb(outside, groups)) if outside.disturb else None
+    try:
+        ctx = await train_with_recovery(run, resume)
         last = directory.checkpoints / f"step_{ctx.table.step}" / TRAINER
         digest = json.loads(last.read_text())["weights_digest"]
         summary = {"steps": ctx.table.step, "max_staleness": config.max_staleness, "weights_digest": digest}
         directory.write_summary(summary)
+    finally:
+        if beside is not None:
+            beside.cancel()
+        ledgers.events.close()
+        ledgers.monitor.close()
+        directory.release()
 
 
 @contextmanager
@@ -157,17 +160,6 @@ def toy_ranks_meet(trainer_of: Callable[[Any], Any] = lambda worker: worker.targ
 
     with mock.patch("async_flowrl.run.launch.join_process_group", meet):
         yield
-
-
-@contextmanager
-def opened(prepared: Prepared, directory: RunDirectory, resume: Any) -> Iterator[Any]:
-    ledgers = open_ledgers(prepared, directory, resume, clock=asyncio.get_running_loop().time)
-    try:
-        yield ledgers
-    finally:
-        ledgers.events.close()
-        ledgers.monitor.close()
-        directory.release()
 
 
 def summary(root: Path) -> dict[str, Any]:
