@@ -246,7 +246,7 @@ def outcome(seed: int) -> Ended:
     with scratch() as folder:
         try:
             root = run_schedule(schedule, folder / "run")
-            check(root, schedule)
+            check(root, schedule, undisturbed(schedule.config.max_staleness))
         except NAMED as error:
             how = type(error).__name__
             full = schedule.hits.count(("trainer: writes a checkpoint", "full for good"))
@@ -260,9 +260,9 @@ def outcome(seed: int) -> Ended:
     return Ended(seed, how, tuple(schedule.hits), 0.0, wrong)
 
 
-def check(root: Path, schedule: RecoverySchedule) -> None:
+def check(root: Path, schedule: RecoverySchedule, expected: Left) -> None:
     """What `check_left` says, and that only as many checkpoints are left as are asked for."""
-    check_left(root, schedule.config, undisturbed(schedule.config.max_staleness))
+    check_left(root, schedule.config, expected)
     torn = any(fault == "torn" for _, fault in schedule.hits)
     assert len(written(root / "checkpoints")) <= schedule.config.save.keep + torn
 

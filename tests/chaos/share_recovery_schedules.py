@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import written
 from tests.chaos.fault_schedules import Ended, random_timing
 from tests.chaos.recovery_schedules import (
     STEPS,
     Left,
     RecoverySchedule,
-    check_left,
+    check,
     left_by,
     place_worker_fault,
     run_schedule,
@@ -159,13 +158,7 @@ def outcome(seed: int) -> Ended:
     with scratch() as folder, toy_ranks_meet():
         try:
             root = run_schedule(schedule, folder / "run")
-            check(root, schedule.config, torn=any(fault == "torn" for _, fault in schedule.hits))
+            check(root, schedule, undisturbed(schedule.config.max_staleness, schedule.config.trainer.num_workers))
         except Exception as error:
             how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"
     return Ended(seed, how, tuple(schedule.hits), 0.0, wrong)
-
-
-def check(root: Path, config: Config, *, torn: bool) -> None:
-    """What `check_left` says, and that only as many checkpoints are left as are asked for."""
-    check_left(root, config, undisturbed(config.max_staleness, config.trainer.num_workers))
-    assert len(written(root / "checkpoints")) <= config.save.keep + torn
