@@ -22,7 +22,6 @@ from tests.support.toy_recovery import (
     Groups,
     Outside,
     evaluations,
-    events,
     kill_after,
     logged,
     rollbacks,
@@ -59,11 +58,6 @@ def check_equal(root: Path) -> None:
     assert [row for row in verify(root) if not row[1]] == []
 
 
-def names(root: Path) -> set[str]:
-    """Names of all trainer ranks with which an attempt has begun."""
-    return {event["worker"] for event in events(root, "worker") if event["worker"].startswith("trainer")}
-
-
 def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> None:
     """What the tests here compare with is no invention of the toys: the exact sum makes it independent of the ranks."""
     one = {"tune": "lora", "trainer__num_workers": 1, "trainer__shard": "none", "evaluate__every": 1}
@@ -77,16 +71,6 @@ def test_toy_ranks_with_shares_train_what_one_rank_trains(tmp_path: Path) -> Non
     assert evaluations(tmp_path / "two") == evaluations(tmp_path / "one")
     files = {file.name for file in (tmp_path / "two" / "checkpoints" / "step_6" / "shards").iterdir()}
     assert files == {"rank_0.pt", "rank_1.pt"}
-
-
-@pytest.mark.parametrize(("rank", "method"), [(0, "load"), (1, "verify"), (1, "restore")])
-def test_a_rank_that_dies_while_all_come_back_begins_the_recovery_anew(rank: int, method: str, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    assert go(root, killing(LATE, (f"trainer-{rank}.1", method, 1))) is None
-    assert [event["worker"] for event in events(root, "fault")] == ["trainer-0", f"trainer-{rank}.1"]
-    assert rollbacks(root) == [4], "the recovery that failed has not gone back"
-    assert names(root) == {"trainer-0", "trainer-1", "trainer-0.2", "trainer-1.2"}
-    check_equal(root)
 
 
 def damaging(root: Path, rank: int, how: str, *steps: int) -> Disturb:
