@@ -1,4 +1,4 @@
-"""Tests of every algorithm in a whole run: the reward rises, and with a negated reward it falls."""
+"""Tests of every algorithm in a whole run: the reward rises."""
 
 from pathlib import Path
 
@@ -25,8 +25,8 @@ MOVED = 0.01
 FOLLOW = ("flow_grpo", "diffusion_nft")
 """One of each kind: every step trained by its log-probs, and no log-probs at all.
 
-The others differ from the first in their loss, in the steps that they train, or in their transitions, and the unit
-tests test_algorithm_learning.py train them; further files, which are named like one of these, are other settings of it.
+The others differ from the first in their loss, in the steps that they train, or in their transitions; referees check
+their losses and gradients (tests/unit/algorithms). Further files, named like one of these, are other settings of it.
 direct_align takes the gradient of its reward, and has a test of its own below.
 """
 OTHERS = [name for name in ALGORITHMS if not name.startswith((*FOLLOW, "direct_align"))]

@@ -299,6 +299,16 @@ def test_output_directory(tmp_path: Path, refused: Refused) -> None:
         assert "cannot be written" in refused([*place, HERE])
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("terms", ["reward.terms", "evaluate.reward.terms"])
+def test_edits_of_another_shape_than_their_source(terms: str, tmp_path: Path, refused: Refused) -> None:
+    Image.new("RGB", (24, 16)).save(tmp_path / "a.png")
+    (tmp_path / "edits.jsonl").write_text('{"prompt": "blue", "image": "a.png"}\n')
+    edits = [f"data.train={tmp_path / 'edits.jsonl'}", "data.held_out=0", f"{terms}={{edit_consistency: {{}}}}"]
+    message = refused(["model=tiny_qwen_image_edit", *edits, HERE])
+    assert "edit_consistency" in message and "16 × 24" in message
+
+
 def test_more_workers_than_this_machine_holds(tmp_path: Path, refused: Refused) -> None:
     """The one refusal with a table: what was asked, pool by pool."""
     message = refused(["rollout.num_workers=5000", f"output_dir={tmp_path / 'run'}"])

@@ -62,7 +62,8 @@ def test_metrics(run: Run) -> None:
     assert run.column("policy_version") == list(range(STEPS))
     for line in run.metrics:
         numbers = [value for value in line.values() if isinstance(value, int | float)]
-        assert len(numbers) > 40 and all(map(math.isfinite, numbers)) and line["kl"] is None
+        assert len(numbers) > 40 and all(map(math.isfinite, numbers))
+        assert [key for key, value in line.items() if value is None] == ["kl"]
         assert line["timing/step"] >= line["timing/update"] > 0
         assert line["timing/step"] > line["timing/publish"] > 0
         assert all(0 <= line[f"pool/{pool}/busy"] <= 1.001 for pool in ("rollout", "trainer", "reward"))
@@ -149,12 +150,13 @@ def test_tensorboard(run: Run) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(("tune", "steps"), [("lora", [0, 1, 2]), ("full", [0, 2])])
 def test_without_a_setting_the_time_decides_when_a_lora_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tune: str, steps: list[int]
 ) -> None:
     monkeypatch.setattr(checkpoints, "SECONDS_BETWEEN", 0.0)
-    train(tmp_path, "sync", "total_steps=2", "save.keep=9")
-    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == ["step_0", "step_1", "step_2"]
+    train(tmp_path, "sync", "total_steps=2", "save.keep=9", f"tune={tune}")
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/step_*")) == [f"step_{step}" for step in steps]
 
 
 def test_resume_refuses_another_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,3 +63,7 @@ def test_resident_offload_and_cached_make_the_same_weights(tmp_path: Path, monke
     assert again.digest == whole.digest
     assert again.column("reward/mean") == whole.column("reward/mean")
     assert again.metrics[-1]["evaluation/reward/mean"] == whole.metrics[-1]["evaluation/reward/mean"]
+    for file in embeddings(tmp_path):  # With one process, too, which encodes some prompts in the middle of the run.
+        file.unlink()
+    shared = ("rollout.text_encoder=cached", "rollout.encode_ahead=1", "placement=shared", "total_steps=3")
+    assert train(tmp_path / "shared", *settings, *shared).digests == whole.digests[:4]

@@ -41,7 +41,9 @@ def of_two_ranks(family: str) -> Rig:
 def findings_and_a_death(family: str) -> dict[str, Any]:
     rig = of_two_ranks(family)
     found = findings(rig, family)
-    multiprocessing.active_children()[-1].kill()
+    *others, last = multiprocessing.active_children()
+    found["others"] = [process.pid for process in others if process.is_alive()]
+    last.kill()
     try:
         rig.made(request(1), 1)
     except Exception as error:

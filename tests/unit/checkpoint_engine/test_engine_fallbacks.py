@@ -206,6 +206,7 @@ async def test_a_receiver_that_lags_behind_the_one_above_it_gets_old_versions_fr
     for version in range(6):
         await rig.delivery.publish(version)
         await asyncio.sleep(2.0)
+        assert rig.held("w0")[-1:] == [version] and rig.held("w2") == [], "only the slow one waits"
     await rig.delivery.drain()
     newest = list(range(6))[-capacity:]
     assert rig.held("w2") == rig.held("w0") == newest and rig.replaced == []

@@ -52,6 +52,21 @@ def test_hugging_face_datasets_on_disk() -> None:
     assert texts(load(HF_DATASET / "train", evaluation=str(HF_DATASET / "test")).evaluation) == texts(data.evaluation)
 
 
+def test_what_verl_omni_writes(tmp_path: Path) -> None:
+    row = {
+        "data_source": "flow_grpo/ocr",
+        "prompt": [{"role": "system", "content": ""}, {"role": "user", "content": 'a sign "Open"'}],
+        "negative_prompt": [{"role": "system", "content": ""}, {"role": "user", "content": " "}],
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": "Open"},
+        "extra_info": {"split": "train", "index": 0, "raw_prompt": 'a sign "Open"'},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    (prompt,) = load(tmp_path).train
+    assert (prompt.text, prompt.negative, prompt.system, prompt.target) == ('a sign "Open"', " ", None, "Open")
+    assert prompt.metadata == {name: row[name] for name in ("data_source", "ability", "reward_model", "extra_info")}
+
+
 def test_weights(tmp_path: Path) -> None:
     path = rows(tmp_path / "w.jsonl", {"prompt": "a", "w": 2}, {"prompt": "b", "w": 0.5}, {"prompt": "c", "w": 0})
     train = load(path, weight_key="w").train

@@ -35,6 +35,9 @@ def test_without_shuffling_prompts_come_in_file_order() -> None:
 def test_the_order_is_pinned() -> None:
     """A change of this order would break every resume and every published digest."""
     assert Sampler(8, 8, seed=0, shuffle=True).step(0) == (0, 2, 5, 4, 7, 1, 6, 3)
+    sampler = Sampler(8, 3, seed=0, shuffle=True)
+    backward = [sampler.step(step) for step in reversed(range(9))]
+    assert backward[::-1] == [Sampler(8, 3, seed=0, shuffle=True).step(step) for step in range(9)]
 
 
 def draws(sampler: Sampler, epochs: int) -> list[Counter[int]]:

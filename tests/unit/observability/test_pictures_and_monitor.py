@@ -52,6 +52,19 @@ def red(tmp_path: Path) -> ConditionImage:
     return ConditionImage(hashlib.sha256(path.read_bytes()).hexdigest(), (300, 600), str(path))
 
 
+def test_a_grid_shows_sources_before_results(tmp_path: Path, red: ConditionImage) -> None:
+    images, scores = [group(2, 32, 0), group(2, 32, 0)], [Scores((0.5, -1.0), {})] * 2
+    write_grid(tmp_path / "plain.png", ["a", "b"], images, scores)
+    write_grid(tmp_path / "edits.png", ["a", "b"], images, scores, sources=[(red,), ()])
+    plain, sheet = (np.asarray(Image.open(tmp_path / f"{name}.png")).astype(int) for name in ("plain", "edits"))
+    width = MIN_SIDE + 4 * GAP
+    assert sheet.shape == (plain.shape[0], plain.shape[1] + width, 3)
+    reds = np.argwhere((sheet == (255, 0, 0)).all(axis=-1))
+    top = 2 * LINE_HEIGHT + MIN_SIDE // 4
+    assert reds.min(axis=0).tolist() == [top, 0] and len(reds) == MIN_SIDE * MIN_SIDE // 2
+    assert (sheet[2 * LINE_HEIGHT :, width:] == plain[2 * LINE_HEIGHT :]).mean() > 0.95
+
+
 def test_a_source_is_written_once(tmp_path: Path, red: ConditionImage) -> None:
     (file,) = write_sources(tmp_path / "images", [red], 200)
     path = tmp_path / "images" / file

@@ -302,3 +302,25 @@ def test_tensor_parallel_changes_what_a_gpu_holds_and_how_many_there_are() -> No
     one, four = (rollout_footprint(each, model).parts["base weights"] for each in (config, spread))
     assert four == -(-one // 4)
     assert (gpus_taken(config), gpus_taken(spread)) == (2, 5)
+
+
+@pytest.mark.extended
+def test_text_encoders_are_counted_with_a_quarter_that_is_not_quantised() -> None:
+    config = tiny("model.quantize_text_encoder=int8", "rollout.text_encoder=resident")
+    parameters = 1_000_000
+    counted = replace(model_sizes(config), text_bytes=0)
+    assert rollout_footprint(config, counted).parts["text encoders"] == 0
+    elements = replace(stored_elements(resolve_model(config.model).path), text_encoders=parameters)
+    assert stored_sizes(config, elements, itemsize=2).text_bytes == pytest.approx(1.25 * parameters, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("qwen_image_ocr", 20_430_401_088), ("sd35_ocr", 2_243_171_520), ("flux_pickscore", 11_901_408_320)],
+)
+def test_the_recipes_count_the_published_parameters_of_their_transformers(name: str, parameters: int) -> None:
+    plan = plan_memory(compose_config("one_step_off", [f"experiment={name}"]))
+    assert plan.model.base_parameters == parameters
+    assert plan.trainer.parts["base weights"] == plan.rollout.parts["base weights"]
+    assert plan.rollout.parts["base weights"] == 2 * parameters + plan.model.buffer_bytes

@@ -39,6 +39,9 @@ def test_videos_are_the_stock_pipelines(
     sampling = replace(how(name, cfg=cfg), resolution=size, true_cfg_scale_2=second)
     assert load_family("wan").guidance_arguments(sampling).get("guidance_scale_2") == second
     policy = shared_models.policy(name)
+    if policy.experts:
+        of_first = sum(float(sigma) >= 0.875 for sigma in policy.sigmas(STEPS, size)[:-1])
+        assert 0 < of_first < STEPS, "both experts are used"
     same_videos(policy, shared_models.pipeline(name), sampling, *conditioning(policy))
 
 

@@ -8,6 +8,7 @@ import diffusers
 import pytest
 import torch
 
+from async_flowrl.config.models import architectures
 from async_flowrl.config.schema import ModelConfig, TinyConfig
 from async_flowrl.image_file import opened
 from async_flowrl.policies import wan
@@ -126,6 +127,22 @@ def test_what_it_needs_is_said() -> None:
             shapes_of(resolve_model(config_of("wan21")), size, images=1)
     with pytest.raises(ValueError, match=r"max_sequence_length must be 512 .*, got 24"):
         shapes_of(resolve_model(replace(config_of("wan21"), max_sequence_length=24)), (5, 32, 32), images=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "condition"),
+    [
+        ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", (20, 21, 60, 104)),
+        ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", (20, 21, 60, 104)),
+        ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", (48, 1, 30, 52)),
+    ],
+)
+def test_published_models_have_their_inputs(name: str, condition: tuple[int, ...]) -> None:
+    architecture, family = architectures()[name], cast("Any", load_family("wan_image"))
+    network = family.network({**architecture.transformer, "num_layers": 1}, torch.bfloat16, architecture.boundary_ratio)
+    latents, inputs = family.policy_of(network, None, architecture.vae, dtype=torch.bfloat16).shapes((81, 480, 832))
+    assert inputs["condition"] == condition and latents[0] == (48 if "5B" in name else 16)
+    assert ("image_embeds" in inputs) == ("2.1" in name)
 
 
 def test_a_folder_of_text_to_video_is_looked_at_as_the_family_says(tmp_path: Path) -> None:

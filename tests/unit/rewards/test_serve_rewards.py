@@ -160,8 +160,9 @@ def test_429_counts_those_that_wait_and_a_cancelled_request_frees_its_place_at_o
         first = await asked("first")
         assert await asyncio.to_thread(began.wait, 60)
         second, third, fourth = [await asked(name) for name in ("2", "3", "4")]
-        with pytest.raises(HTTPException, match="a request is being scored and 2 are waiting already; ask again later"):
+        with pytest.raises(HTTPException, match="a request is being scored and 2 are waiting already") as error:
             await fourth
+        assert error.value.status_code == 429 and "Retry-After" in (error.value.headers or {})
         assert scorer.reserved == 300 and scored == ["first"], "one after the other"
         second.cancel()
         await asyncio.wait([second])

@@ -62,6 +62,25 @@ def test_each_group_is_compared_with_its_own_teacher(tmp_path: Path) -> None:
         assert same == 0.0 < different
 
 
+@pytest.mark.extended
+def test_the_terms_of_a_group_see_reference_and_average_alone(tmp_path: Path) -> None:
+    """Both where its parts are summed first and where one part is the whole group."""
+    config = taught(tmp_path, name="dgpo", sde_type="ode", average_decay="half")
+    worker, (meta, tickets) = rig.trainer(config), rig.Sampler(config).group(0, 0, teacher="a")
+    algorithm: Any = worker.algorithm
+    terms, seen = algorithm.group_terms, list[set[str]]()
+
+    def watched(batch: Any, current: Any, frozen: dict[str, Any]) -> torch.Tensor:
+        seen.append(set(frozen))
+        return terms(batch, current, frozen)
+
+    algorithm.group_terms = watched
+    worker.update.group_sums(TrainRequest(0, (meta,)), *tickets)
+    summed = len(seen)
+    rig.update(worker, 0, [(meta, tickets)])
+    assert 0 < summed < len(seen) and all(names == {"reference", "average"} for names in seen)
+
+
 def test_labels_and_settings_that_do_not_fit_are_refused() -> None:
     prompt = Prompt(0, "a sign", metadata={"teacher": "b"})
     assert teacher_of({}, prompt) == "" and teacher_of({"a": "x"}, Prompt(0, "a sign")) == "a"

@@ -236,3 +236,11 @@ def test_an_eps_that_rules_the_step_is_said_once(caplog: pytest.LogCaptureFixtur
         assert not caplog.records
         three_steps(1e-8)
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "trainer.eps=1e-08" in caplog.text
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "dpo"])
+def test_any_number_of_ranks_trains_any_group(algorithm: str) -> None:
+    for ranks in (2, 3, 5, 64):
+        config = rig.tiny_config(num_workers=ranks)
+        config.algorithm.name = algorithm
+        check_batching(config)
