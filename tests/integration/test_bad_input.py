@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from async_flowrl.__main__ import main as verb
 from async_flowrl.main import home_expanded, main

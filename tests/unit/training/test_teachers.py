@@ -11,6 +11,7 @@ from async_flowrl.config.check import check
 from async_flowrl.config.schema import AlgorithmConfig, Config
 from async_flowrl.policies import lora_file
 from async_flowrl.tickets.request import teacher_of
+from async_flowrl.training.messages import TrainRequest
 from async_flowrl.types import Prompt
 from tests.support import trainer_rig as rig
 from tests.unit.algorithms.algorithm_cases import build
