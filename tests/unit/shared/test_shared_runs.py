@@ -236,7 +236,7 @@ def test_a_reward_that_is_stuck_for_good_ends_the_run_by_name(mode: str) -> None
 
 @pytest.mark.parametrize("mode", MODES)
 def test_all_of_it_at_once(mode: str) -> None:
-    """An evaluation at every step, a reward that is stuck and comes back, and, if a mode runs ahead, a lost trajectory."""
+    """Evaluations at every step, a reward that is stuck and comes back, and a trajectory lost where a mode is ahead."""
     found = shared(mode, 1, stuck(12, 13), disturb=losing(2), deadlines__score=5.0, reward__retries=3, **EVALUATED)
     check(found, mode, **EVALUATED)
     assert len(found.evaluated) == 7 and found.table.retried == (mode in AHEAD)
