@@ -13,9 +13,7 @@ if __name__ == "__main__":
     hits = Counter(hit for each in ended for hit in each.hits)
     for place, fault in schedules.PAIRS:
         print(f"{place:32} {fault:16} {hits[place, fault]:5}")
-    print(
-        f"{len(ended)} schedules: ", ", ".join(f"{how} {count}" for how, count in Counter(e.how for e in ended).items())
-    )
+    print(f"{len(ended)} schedules:", dict(Counter(each.how for each in ended)))
     for each in ended:
         if each.wrong:
             print(f"seed {each.seed}: {each.wrong}")

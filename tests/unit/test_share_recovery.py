@@ -12,11 +12,9 @@ import torch
 
 from async_flowrl.cli.verify import verify
 from async_flowrl.config.check import ConfigError
-from async_flowrl.config.schema import Config
 from async_flowrl.training.checkpoint import HELD, DamagedCheckpoint, read_checkpoint, written
-from tests.chaos.share_recovery_schedules import IN_SHARES, STEPS, undisturbed
-from tests.support.toy import toy_config
-from tests.support.toy_pool import Fault, World, no_fault
+from tests.chaos.share_recovery_schedules import IN_SHARES, undisturbed
+from tests.support.toy_pool import Fault, no_fault
 from tests.support.toy_recovery import (
     Disturb,
     Groups,
@@ -25,11 +23,11 @@ from tests.support.toy_recovery import (
     kill_after,
     logged,
     rollbacks,
-    run_controller,
     summary,
     toy_ranks_meet,
 )
 from tests.support.toy_shares import spoil_share
+from tests.unit import recovery_runs
 
 Call = tuple[str, str, int]
 """A worker's name, a method, and the number of the call."""
@@ -37,14 +35,10 @@ LATE: Call = ("trainer-0", "take_step", 6)
 """A call in the last step, when checkpoints 2 and 4 are there."""
 
 
-def config(**changes: Any) -> Config:
-    settings = {"resume": "auto", "monitor__progress": False, "save__every": 2, "save__keep": 3} | IN_SHARES | changes
-    return toy_config(1, steps=STEPS, **settings)
-
-
 def go(root: Path, fault: Fault = no_fault, *, disturb: Disturb | None = None, **changes: Any) -> Path | None:
+    settings = {"save__keep": 3, **IN_SHARES, **changes}
     with toy_ranks_meet():
-        return run_controller(config(**changes), root, World(fault=fault), disturb=disturb)
+        return recovery_runs.go(root, fault, disturb=disturb, **settings)
 
 
 def killing(*calls: Call) -> Fault:
